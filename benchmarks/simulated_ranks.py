@@ -60,11 +60,11 @@ def measure(ranks: int, groups: int) -> tuple[int, float]:
 
 def main() -> None:
     columns = ("ranks", "completions: batch, of a rank", "received, kB", "CPU s", "us for each completion of the batch")
-    for title, list_process_groups in GROUPS.items():
+    for title, num_groups in GROUPS.items():
         table = Table(*columns, title=title)
         for ranks in RANKS:
-            rows = list_process_groups(ranks) * GROUP_SIZE
-            num_bytes, seconds = map(min, zip(*(measure(ranks, list_process_groups(ranks)) for _ in range(3)), strict=True))
+            rows = num_groups(ranks) * GROUP_SIZE
+            num_bytes, seconds = map(min, zip(*(measure(ranks, num_groups(ranks)) for _ in range(3)), strict=True))
             cells = f"{num_bytes / 1e3:,.0f}", f"{seconds:.3f}", f"{1e6 * seconds / rows:.1f}"
             table.add_row(f"{ranks:,}", f"{rows:,}, {rows // ranks:,}", *cells)
         Console(width=140).print(table)

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from megatron_grpo.run.config.parse import FrameworkNames
     from megatron_grpo.run.config.settings import Config
 
-# The commands, in the order of --help. A row has the function to run and what it takes (see `_arguments`), what the process needs (see
-# `run`), the arguments as --help shows them, and the help, whose first line is that of the overview.
+# The commands, in the order of --help. `run`: the function. `takes`: its arguments in order, by the names in `_arguments`. `needs`: linux;
+# launcher (may run as ranks); files (LEAST_FILES open files); quiet (libraries print nothing). `usage` and `help`: what --help shows; the
+# first line of `help` is that of the overview.
 COMMANDS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 LEAST_FILES = 128  # files that a process must be allowed to open: a rank that trains a tiny model and samples opens about 160
 

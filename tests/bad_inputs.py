@@ -800,7 +800,7 @@ def of_models() -> Iterator[Case]:
 # ---- adapters --------------------------------------------------------------------------------------------------------------------------
 
 
-def converts_adapters() -> Iterator[Case]:
+def adapter_cases() -> Iterator[Case]:
     """A good one, of rank 2 and alpha 16 on q_proj and down_proj, broken in one way each."""
     from megatron_grpo.core.weights.lora import LoraSettings
     from tests.lora_cases import random_adapter
@@ -1000,7 +1000,7 @@ def everything() -> list[Case]:
         of_dialects,
         of_data,
         of_models,
-        converts_adapters,
+        adapter_cases,
         of_rewards,
         of_places,
     )

@@ -67,11 +67,11 @@ def at_random(args: argparse.Namespace, folder: Path) -> int:
     for first in range(args.seed, args.seed + args.random, TOGETHER):
         seeds = range(first, min(first + TOGETHER, args.seed + args.random))
         # vLLM builds no model with experts after one without in one process.
-        expert_fields = {True: [], False: []}
+        paths_by_experts = {True: [], False: []}
         for seed in seeds:
             model = cases.random_model(seed)
-            expert_fields[model["family"] in ("qwen3_moe", "mixtral")].append(write_tiny(folder / str(seed), **model))
-        for paths in filter(None, expert_fields.values()):
+            paths_by_experts[model["family"] in ("qwen3_moe", "mixtral")].append(write_tiny(folder / str(seed), **model))
+        for paths in filter(None, paths_by_experts.values()):
             for path, one in zip(paths, run_ranks(cases.found_at_random, 1, paths, first, args.dtype, timeout=900)[0], strict=True):
                 largest = max(largest, one["largest"])
                 if one["over"]:

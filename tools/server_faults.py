@@ -124,8 +124,8 @@ class Trainer:
 def hurt(rng: random.Random, server_group: ServerPool, trainer: Trainer) -> str | None:
     """One fault; its name."""
     running = server_group.running()
-    convert_servers = ["kill a server", "kill an engine", "stand still", "stop kindly"]
-    kind = rng.choice([*convert_servers, *convert_servers, "kill the trainer"])
+    server_faults = ["kill a server", "kill an engine", "stand still", "stop kindly"]
+    kind = rng.choice([*server_faults, *server_faults, "kill the trainer"])
     if kind == "kill the trainer":
         trainer.kill()
         return kind

@@ -82,6 +82,7 @@ class Evaluator:
         """Set up the evaluator.
 
         Args:
+            sampler: The sampler of training, so that an environment that plays training episodes plays these too.
             eval_steps: Optimizer steps between evaluations, 0 for only the first and the last.
             last_step: Number of optimizer steps of the whole run.
         """

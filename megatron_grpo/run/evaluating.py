@@ -31,7 +31,7 @@ from megatron_grpo.run.inputs import TRAINING_PARTS, ValidatedInputs, read_input
 from megatron_grpo.run.lifecycle import take_output_dir
 from megatron_grpo.run.metrics.display import Display
 from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations, describe
-from megatron_grpo.run.open_checkpoint import read_layout, settings_of_checkpoint
+from megatron_grpo.run.open_checkpoint import make_layout, settings_of_checkpoint
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.rewards.reward_manager import RewardManager
 
@@ -53,7 +53,7 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
     cfg = evaluation_settings(parsed)
     inputs = read_inputs(cfg, TRAINING_PARTS)
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
-        layout, problems = read_layout(cfg, inputs.shape)
+        layout, problems = make_layout(cfg, inputs.shape)
         engine_ranks = 1 if cfg.rollout.vllm_mode == "server" else cfg.rollout.vllm_tensor_parallel_size
         problems += engine_problems(inputs.shape, engine_ranks, world_size=layout.world_size)
         if problems := [*problems, *tuner_problems(cfg, inputs.shape)]:

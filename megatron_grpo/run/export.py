@@ -267,10 +267,10 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
     Raises:
         ConfigError: If the layout does not fit the model.
     """
-    from megatron_grpo.run.open_checkpoint import read_layout
+    from megatron_grpo.run.open_checkpoint import make_layout
 
     shape = ModelShape.from_pretrained(model)
-    layout, problems = read_layout(cfg, shape)
+    layout, problems = make_layout(cfg, shape)
     if problems:
         raise ConfigError(problems)
     parallel = start_parallel(cfg, layout)

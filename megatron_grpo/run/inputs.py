@@ -428,7 +428,7 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptDataset
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptDataset, flag: str) -> list[Problem]:
     """Return a problem if sequences are too long for the model and only the data determine their length.
 
-    `planning.check` checks lengths that the settings determine.
+    `run.check` checks lengths that the settings determine.
     """
     longest = longest_completion(cfg)
     is_known = cfg.data.max_prompt_length is not None or cfg.turns.has_agent

@@ -171,7 +171,7 @@ def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | No
 
 
 def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShape, longest: int) -> Iterator[Problem]:
-    """Yield the problems of this teacher in this run, except divisibility (`batching.rules`).
+    """Yield the problems of this teacher in this run, except divisibility (`run.config.rules.sizes`).
 
     Args:
         student: Shape of the policy's model; None if unknown.

@@ -67,7 +67,7 @@ def settings_over(cfg: Config, run_settings: Mapping[str, Any]) -> Config:
     return cfg.with_values(values | typed_values)
 
 
-def read_layout(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
+def make_layout(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
     """Return the parallel layout of this job and its problems, without regard to batch sizes."""
     p = cfg.parallel
     layout = Layout(

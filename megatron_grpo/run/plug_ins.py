@@ -1,6 +1,7 @@
 """What a setting asks for: the table of functions that a run imports when it needs them, by dotted name. No torch.
 
-A new sampler, teacher or form of episodes is one row here. The Protocols say how the functions are called.
+A new sampler, teacher or form of episodes is a row here; its rules have a row in `PLUG_INS` of run/config/rules, its settings a line in
+core/settings.py or run/config/settings.py. The Protocols say how the functions are called.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
         gpu_lacks: Why this GPU has no kernel for attention with shared prefixes (`policy.attention.gpu_kernel`).
 
     Raises:
-        ConfigError: If the file of lengths cannot be read. Validation rejects `true` with an obstacle before (`policy.validation`).
+        ConfigError: If the file of lengths cannot be read. Validation rejects `true` with an obstacle before (`run.config.rules.policy`).
     """
     obstacle = gpu_lacks
     if has_gpu is None:
@@ -117,6 +117,9 @@ def read_lengths(path: str) -> Lengths:
     """Read a file of lengths: two integers per line, separated by blanks, a tab or a comma. Blank lines and # comments are skipped.
 
     Files that have not changed are read once.
+
+    Args:
+        path: File of lengths, or the output directory of a run, of which the lengths of all logged completions are read.
 
     Returns:
         (prompt, completion) lengths in tokens; completions of a prompt follow each other.

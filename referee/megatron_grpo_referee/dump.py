@@ -231,8 +231,8 @@ def files_of_step(path: Path, step: int | None, system: str) -> list[dict[str, n
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise refusal(f"{path} has no step {wanted}. It has: {', '.join(map(str, steps))}.")
-    list_step_samples = [(one.name.partition("_")[0], arrays) for one, arrays in found.items() if arrays["step"] == wanted]
-    chosen = [*reversed({(number, int(arrays["rank"])): arrays for number, arrays in reversed(list_step_samples)}.values())]
+    step_files = [(one.name.partition("_")[0], arrays) for one, arrays in found.items() if arrays["step"] == wanted]
+    chosen = [*reversed({(number, int(arrays["rank"])): arrays for number, arrays in reversed(step_files)}.values())]
     missing = sorted(set(range(int(chosen[0]["ranks"]))) - {int(arrays["rank"]) for arrays in chosen})
     if missing and path.is_dir():
         raise refusal(f"{path} lacks the files of rank {', '.join(map(str, missing))} for step {wanted}.")

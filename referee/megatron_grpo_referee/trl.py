@@ -34,10 +34,10 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
 def _read_table(paths: list[Path], step: int | None, s: Any) -> Dump:
     import pyarrow.parquet
 
-    list_step_samples = [one for one in paths if step is None or one.stem.endswith(f"{step:05d}")]
-    if not list_step_samples:
+    step_paths = [one for one in paths if step is None or one.stem.endswith(f"{step:05d}")]
+    if not step_paths:
         raise refusal(f"no table of step {step}. There are: {', '.join(one.name for one in paths)}.")
-    path = list_step_samples[-1]
+    path = step_paths[-1]
     table = pyarrow.parquet.read_table(path).to_pydict()
     if missing := [name for name in SYSTEMS["trl"]["columns"] if name not in table]:
         raise refusal(f"{path} has no column {', '.join(missing)}. This version reads the tables of trl 1.16.x.")

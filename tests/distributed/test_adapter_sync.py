@@ -371,12 +371,12 @@ def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_me
 
         tensors, merged, base = policy.adapter(), dict(policy.merged()), dict(policy.base())
         update = 4.0 * tensors[module + ".lora_B.weight"].double() @ tensors[module + ".lora_A.weight"].double()  # alpha / r is 32 / 8
-        (make_adapter_reader,) = engine._llm.collective_rpc(held)
+        (adapter_error,) = engine._llm.collective_rpc(held)
         of_merged = merged[module + ".weight"].double() - base[module + ".weight"].double()
-        return [float((found - update).norm() / update.norm()) for found in (make_adapter_reader, of_merged)]
+        return [float((found - update).norm() / update.norm()) for found in (adapter_error, of_merged)]
 
-    ((make_adapter_reader, of_merged),) = run_ranks(body, 1)
-    assert make_adapter_reader < 0.005 and of_merged > 0.8, (make_adapter_reader, of_merged)
+    ((adapter_error, of_merged),) = run_ranks(body, 1)
+    assert adapter_error < 0.005 and of_merged > 0.8, (adapter_error, of_merged)
 
 
 def lost_by_merging(policy) -> float:

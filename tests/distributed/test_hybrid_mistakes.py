@@ -58,7 +58,7 @@ MISTAKES = {
     "decay in bfloat16": (LAYER, DECAY, f"{DECAY}.bfloat16().float()".replace("-a_log", "(-a_log").replace("dt_bias)", "dt_bias))")),
     "state in bfloat16": (LAYER, "state[: end - begin]\n", "state[: end - begin].bfloat16().float()\n"),
     "inputs of the rule in bfloat16": (LAYER, "mixed = mixed.float()", "mixed = mixed.bfloat16().float()"),
-    "other norms count from 0": (CONFIG, "norm = NormFromOne if shape.has_zero_centered_norms else Norm", "norm = Norm"),
+    "other norms count from 0": (CONFIG, "norm = ZeroCenteredRMSNorm if shape.has_zero_centered_norms else Norm", "norm = Norm"),
     "queries and gates by halves": (MAPPING, BY_HEAD, f"{BY_HEAD}.reshape(shape.num_query_groups, 2, -1, {CHANNELS}).transpose(1, 2)"),
     "heads turn whole": (SHAPE, "dim = int(channels * partial)", "dim = channels"),
     "attention's gate left out": (ATTENTION, GATE, "x = x * 1"),

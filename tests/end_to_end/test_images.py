@@ -88,8 +88,8 @@ def test_a_run_that_is_killed_is_the_run_that_nobody_killed(flags, tmp_path):
     assert 2 <= done < STEPS
     assert records(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/sampling_logp_difference/max"] < 1e-4, "over the words that were left"
 
-    make_sequence, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
+    whole_sequence, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    assert [[line.get(name) for name in EXACT] for line in found] == [[line.get(name) for name in EXACT] for line in make_sequence]
+    assert [[line.get(name) for name in EXACT] for line in found] == [[line.get(name) for name in EXACT] for line in whole_sequence]
     one, other = ((tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "out"))
     assert one == other

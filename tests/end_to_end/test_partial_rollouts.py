@@ -82,21 +82,17 @@ def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(who
         assert {version for version, *_ in spans} <= {max(0, rollout - 1), rollout}
     assert sum(len(spans) > 1 for spans in versions.values()) >= 4
     for step in steps[1:]:
-        list_step_samples = [(key, spans) for key, spans in versions.items() if key[0] == step["step"] - 1]
+        step_spans = [(key, spans) for key, spans in versions.items() if key[0] == step["step"] - 1]
         ages = Counter()
-        for (rollout, *_), spans in list_step_samples:
+        for (rollout, *_), spans in step_spans:
             for version, begin, end in spans:
                 ages[rollout - version] += end - begin
         assert step["staleness/max"] == step["staleness/tokens/max"] == 1
         assert step["staleness/tokens/mean"] == pytest.approx(ages[1] / ages.total(), abs=1e-12)
-        assert step["staleness/versions_per_row"] == np.mean([len(spans) for _, spans in list_step_samples])
+        assert step["staleness/versions_per_row"] == np.mean([len(spans) for _, spans in step_spans])
         rows_by_step = {line["step"]: line["tokens_by_version"] for line in records(out / "schedule.jsonl")}
-        assert rows_by_step[step["step"]] == [
-            [[version, end - begin] for version, begin, end in spans] for _, spans in sorted(list_step_samples)
-        ]
-        assert step["staleness/mean"] == np.mean(
-            [any(version < rollout for version, *_ in spans) for (rollout, *_), spans in list_step_samples]
-        )
+        assert rows_by_step[step["step"]] == [[[version, end - begin] for version, begin, end in spans] for _, spans in sorted(step_spans)]
+        assert step["staleness/mean"] == np.mean([any(version < rollout for version, *_ in spans) for (rollout, *_), spans in step_spans])
     assert all(step["sampling/version_error/max"] < 1e-4 for step in steps)
     assert all(step["rollout/partial_rows"] > 0 and 0 < step["rollout/ahead_share"] < 1 for step in steps[:-1])
     assert steps[0]["rollout/recomputed_tokens"] == 0

@@ -37,10 +37,10 @@ MOMENTS = {
 
 
 MOMENTS_OF_RANK_0 = {
-    "beginning a checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.begin", 2),
-    "publishing the first checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.commit", 1),
-    "publishing a checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.commit", 2),
-    "removing an old checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.retain", 3),
+    "beginning a checkpoint": ("megatron_grpo.run.checkpoint.manifest:CheckpointDirectory.begin", 2),
+    "publishing the first checkpoint": ("megatron_grpo.run.checkpoint.manifest:CheckpointDirectory.commit", 1),
+    "publishing a checkpoint": ("megatron_grpo.run.checkpoint.manifest:CheckpointDirectory.commit", 2),
+    "removing an old checkpoint": ("megatron_grpo.run.checkpoint.manifest:CheckpointDirectory.retain", 3),
 }  # fmt: skip
 
 ASYNC = ("--async_save", "true")

@@ -44,7 +44,7 @@ from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.metrics.rollout import TOKENS
 from megatron_grpo.run.metrics.summary import USUAL
 from megatron_grpo.run.models import find_model
-from megatron_grpo.run.open_checkpoint import read_layout
+from megatron_grpo.run.open_checkpoint import make_layout
 
 WORST = 8  # tokens with the largest differences that are listed
 TOGETHER = 4  # minimum rows of a micro-batch
@@ -64,7 +64,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
     cfg = _settings_for_comparison(args)
     model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     shape = ModelShape.from_pretrained(model_path)
-    layout, problems = read_layout(cfg, shape)
+    layout, problems = make_layout(cfg, shape)
     if problems := [*problems, *_problems(layout, shape)]:
         raise ConfigError(problems)
     figure = _folder(args, cfg) / f"step_{args.step:06d}.png"

@@ -35,7 +35,7 @@ from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import InvalidValueError, Setting, read_value, table
 from megatron_grpo.run.models import find_model
-from megatron_grpo.run.open_checkpoint import load_weights, read_layout, undamaged_checkpoint
+from megatron_grpo.run.open_checkpoint import load_weights, make_layout, undamaged_checkpoint
 
 # Settings of the run that are not applied: a replay has its own layout, updates no weights, and scores every row alone, so that more
 # micro-batches are summed than in the run, in float32.
@@ -129,7 +129,7 @@ def open_policy(
     Raises:
         ConfigError: If the layout does not suit the model.
     """
-    layout, misfits = read_layout(cfg, ModelShape.from_pretrained(model))
+    layout, misfits = make_layout(cfg, ModelShape.from_pretrained(model))
     if misfits:
         raise ConfigError(misfits)
     parallel = start_parallel(cfg, layout, content=content)

@@ -122,11 +122,11 @@ def problems_of_unknown(
             message = f"{subject} looks like a {other_dialect.title} file ({examples}). Add `--dialect {other_dialect.name}`."
             yield Problem(flags=tuple(known_names), message=message)
         hints = {name: _hint(name, dialect, dialects) for name in unknown if not reads or name not in reads[1]}
-        if dialect and len(list_names := [name for name, hint in hints.items() if LIST in hint]) > 1:
-            message = f"{', '.join(list_names)}{source_text} are neither settings nor known {dialect.title} names, so they may \
+        if dialect and len(unexplained := [name for name, hint in hints.items() if LIST in hint]) > 1:
+            message = f"{', '.join(unexplained)}{source_text} are neither settings nor known {dialect.title} names, so they may \
 change the training."
-            yield Problem(flags=tuple(list_names), message=message)
-            hints = {name: hint for name, hint in hints.items() if name not in list_names}
+            yield Problem(flags=tuple(unexplained), message=message)
+            hints = {name: hint for name, hint in hints.items() if name not in unexplained}
         for name, hint in hints.items():
             yield Problem(flags=(name,), message=f"{name}{source_text} is not a setting.{hint}")
 

@@ -122,6 +122,7 @@ def atomic_write(path: str | Path, *, durable: bool = False, writer: str = "new"
     """Open a stream that becomes `path` when the block ends, by one rename. If the block raises, `path` is unchanged.
 
     Args:
+        durable: Sync contents and name to disk, so that they survive a power cut.
         writer: Name of this process, if several may write the file at the same time.
     """
     path = Path(path)

@@ -194,12 +194,12 @@ class RowColumns:
             balance_length: See `pack`.
             min_saving_ratio: None if no prefix is to be shared.
         """
-        collect_rows, shares = RowLengths.from_rows(lengths), min_saving_ratio is not None
+        rows, shares = RowLengths.from_rows(lengths), min_saving_ratio is not None
         return cls.from_columns(
-            group=_numbered(collect_rows.group) if shares else np.arange(len(collect_rows)),
-            prefix=collect_rows.prefix * shares,
-            num_contexts=collect_rows.num_contexts,
-            computed=collect_rows.contexts - 1,
+            group=_numbered(rows.group) if shares else np.arange(len(rows)),
+            prefix=rows.prefix * shares,
+            num_contexts=rows.num_contexts,
+            computed=rows.contexts - 1,
             alignment=alignment,
             balance_length=balance_length,
         )

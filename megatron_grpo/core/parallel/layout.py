@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallelism grid. `dp_size` is derived, never set. `batching.rules` validates the sizes before a layout is built."""
+    """Sizes of the parallelism grid. `dp_size` is derived, never set. `run.config.rules.sizes` checks them before a layout is built."""
 
     world_size: int
     tp: int = 1

@@ -420,8 +420,7 @@ class Rollouts:
 
         Args:
             version_collected: Weights version at which the rollout arrives, where a ratio against the trainer's log-probs is 1. Against
-            the sampler's
-                log-probs it is 1 at the version that sampled.
+                the sampler's log-probs it is 1 at the version that sampled.
         """
 
         def repeat_per_completion(values: Iterable[int]) -> np.ndarray:
@@ -438,7 +437,7 @@ class Rollouts:
                 completion_spans for meta in metas for completion_spans in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)
             ]
             version, spans = (
-                np.array([min(by for by, _, _ in flatten_completions) for flatten_completions in versions]),
+                np.array([min(by for by, _, _ in row_spans) for row_spans in versions]),
                 list(map(_spans, versions)),
             )
         row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)

@@ -34,7 +34,7 @@ class ModelShape:
         qk_norm_is_whole: Whether one norm runs over all query heads, and one over all key heads.
         pre_norm: Whether there are norms before attention and before the MLP.
         post_norm: Whether there are norms after each of them, before the residual addition.
-        norms_from_one: Whether a norm's weight is stored as its offset from 1.
+        has_zero_centered_norms: Whether a norm's weight is stored as its offset from 1.
         activation: Activation of the gate.
         clamp: Clamp of a clamped gate: (factor in its sigmoid, clamp limit).
         sinks: Whether there are attention sinks: one extra score per head, with value 0.

@@ -370,6 +370,7 @@ class Trajectory(Session[SessionTurn]):
     Args:
         opening: Messages before the first turn.
         token_ids: Token IDs of the opening if they are known; default: they are encoded.
+        history: "sampled" keeps one context, whatever the template renders.
 
     Attributes:
         messages: The conversation so far, with guards.

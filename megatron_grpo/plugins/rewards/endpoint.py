@@ -50,7 +50,7 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
         concurrency: Number of threads.
 
     Returns:
-        The responses in the order of `items`; a RowFailure for each call that raised UnansweredError.
+        The responses in the order of `items`; a RowFailure for each call that raised NoResponseError.
     """
     deadline = time.monotonic() + seconds
 
@@ -90,7 +90,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = N
         key: API key, if any.
 
     Raises:
-        UnansweredError: With the last reason.
+        NoResponseError: With the last reason.
     """
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, data=json.dumps(payload).encode(), headers=headers)

@@ -336,7 +336,7 @@ class FrozenApp(App):
 
     Args:
         args: As for `App`.
-        vocabulary: `data.chat.fingerprint_vocabulary` the model's tokenizer.
+        vocabulary: `data.chat.fingerprint_vocabulary` of the model's tokenizer.
         fingerprint: `model_fingerprint` of the model.
         kwargs: As for `App`.
     """

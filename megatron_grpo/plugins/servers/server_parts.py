@@ -1,4 +1,4 @@
-"""Completions on rollout servers that continue over weight syncs: `rollout.partial_rollouts` with servers as the engine.
+"""Completions on rollout servers that continue over weight syncs: `plugins.partial_rollouts.engine` with servers as the engine.
 
 Servers go on sampling while the trainer trains. Parts are sent in order, as servers have room for them, from the event loop of `http`: the
 main thread is not needed. Rank 0 alone has them.
@@ -36,7 +36,7 @@ SECONDS_BETWEEN_LOOKS = 0.5  # at whether the server that should answer is silen
 
 
 class ServerPartialRollouts(ServerTurns):
-    """`rollout.partial_rollouts.StepwiseEngine` on rollout servers; see `ServerTurns` for its arguments.
+    """`plugins.partial_rollouts.engine.StepwiseEngine` on rollout servers; see `ServerTurns` for its arguments.
 
     A server gets whole groups, at most twice the completions that it samples at a time, so that others share what is left.
     """

@@ -72,7 +72,7 @@ class ServerTurns:
         """Send waiting turns and return those that are sampled since the last call; waits up to 20 ms if there are none.
 
         Raises:
-            NoServerError: Turns are open and no server is left.
+            TurnServerLostError: Turns are open and no server is left.
             RunError: A turn cannot be sampled by any server.
         """
         return start_coroutine(self._polled()).result()

@@ -1,6 +1,6 @@
 """Teacher models that score the rows of a rollout: one on separate servers, or one on the training ranks.
 
-`servers.teachers` queries the servers, `policy.passes` computes log-probs on the ranks, and `grpo.objectives.teacher_log_ratio` uses the
+`teacher.servers` queries the servers, `policy.passes` computes log-probs on the ranks, and `grpo.objectives.teacher_log_ratio` uses the
 result.
 """
 

@@ -268,7 +268,7 @@ def version_check(cfg: Config, shape: ModelShape | None = None) -> Callable[[Map
 
     With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled, and with `lora_dropout` the
     noise of the training forward pass. No default bound applies then, and the check warns only if `logprob_diff_warn` is set. With partial
-    rollouts it looks at tokens that the current weights sampled (`trainer.partial_rollouts.VersionCheck`), scored without dropout.
+    rollouts it looks at tokens that the current weights sampled (`plugins.partial_rollouts.trainer.VersionCheck`), scored without dropout.
 
     Returns:
         A function from metrics to a warning, or to None if the difference is within bounds.

@@ -59,7 +59,7 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
     """Read the samples that `serialize_samples` wrote, in the same order.
 
     Raises:
-        UnknownSamplesError: If the file has an unknown format, class or field.
+        UnknownFormatError: If the file has an unknown format, class or field.
     """
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)

@@ -41,8 +41,8 @@ __all__ = ["CheckpointError", "Checkpoints"]
 
 
 Policy = Any  # policy.policy.Policy, which this package does not import
-PartialRollouts = Any  # trainer.partial_rollouts.PartialRollouts, which this package does not import
-SampleBuffer = Any  # rows waiting to be trained: trainer.pending.SampleBuffer, which this package does not import
+PartialRollouts = Any  # plugins.partial_rollouts.trainer.PartialRollouts, which this package does not import
+SampleBuffer = Any  # rows waiting to be trained: core.trainer.sample_buffer.SampleBuffer, which this package does not import
 
 
 @dataclass(slots=True)
@@ -99,7 +99,11 @@ class Checkpoints:
         return 0 < self.cfg.save_interval_seconds <= time.monotonic() - self._saved_at
 
     def has_trained(self, version: int, step: int) -> None:
-        """Mark checkpoints as good after a training step."""
+        """Mark checkpoints as good after a training step.
+
+        Args:
+            version: Version of the weights that sampled the step's rows. Checkpoints up to it are good.
+        """
         if collectives.rank() > 0:
             return
         try:

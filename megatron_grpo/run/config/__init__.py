@@ -1,6 +1,6 @@
 """Command lines and configuration files -> `Config`.
 
-Flags, YAML keys, types, units and defaults are all defined in `config.py`.
+Flags, YAML keys, types, units and defaults are all defined in core/settings.py and settings.py.
 """
 
 from megatron_grpo.run.config.parse import ParsedConfig, parse, resolve

@@ -1,4 +1,4 @@
-"""The settings of `config.py` as a table for parsers, and the parsing of single values. No torch."""
+"""The settings of settings.py as a table for parsers, and the parsing of single values. No torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def canonical(name: str) -> str:
 
 @cache
 def table() -> Mapping[str, Setting]:
-    """Return every setting by name, in the order of `config.py`."""
+    """Return every setting by name, in the order of --help."""
     rows = {}
     for group, section in Config().groups().items():
         for f in fields(section):

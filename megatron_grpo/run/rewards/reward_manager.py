@@ -30,6 +30,7 @@ class RewardManager:
         """Set up the reward functions.
 
         Args:
+            most_failed_episodes: Largest share of a rollout's episodes whose environment may fail.
             reward_weights: One weight per function, or empty for 1 each.
             should_cancel: Returns whether the run has no time left to score.
         """

@@ -58,12 +58,12 @@ def test_a_template_without_an_end_is_named_with_its_row(tmp_path):
 def test_a_process_ends_although_a_template_goes_on():
     program = """
 import numpy as np
-from megatron_grpo.run.data.files import Rows
-from megatron_grpo.run.data.checks import PromptRows, tokenised
+from megatron_grpo.run.data.files import ConcatRows
+from megatron_grpo.run.data.checks import PromptDataset, tokenised
 def encode(raw):
     while True: pass
-rows = Rows([([{"prompt": "a"}], lambda index: "a.jsonl line 1")])
-tokenised(PromptRows(rows=rows, keep=np.arange(1), longest_prompt=None), encode, "dataset", seconds=0.2)
+rows = ConcatRows([([{"prompt": "a"}], lambda index: "a.jsonl line 1")])
+tokenised(PromptDataset(rows=rows, keep=np.arange(1), longest_prompt=None), encode, "dataset", seconds=0.2)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "a.jsonl line 1" in ended.stderr

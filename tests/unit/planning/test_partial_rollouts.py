@@ -66,9 +66,9 @@ def test_plan_shows_the_forecast_where_completions_are_interrupted(tmp_path, cap
     assert "speedup of sampling by async_rollout_depth, 4 groups per engine: 1: " in capsys.readouterr().out
     servers = "--async_rollout_depth 2 --vllm_mode server --vllm_server_host h"
     assert main(["plan", "--json", *[word for word in words if word not in ("--vllm_max_num_seqs", "8")], *servers.split()]) == 0
-    convert_servers = json.loads(capsys.readouterr().out)["cost"]["partial_rollouts"]
-    assert convert_servers["groups_of_engine"] == 8 and convert_servers["speedup_of_sampling"].keys() == {"2", "3"}
-    assert convert_servers["assumptions"][1].startswith("relative to depth 1")
+    with_servers = json.loads(capsys.readouterr().out)["cost"]["partial_rollouts"]
+    assert with_servers["groups_of_engine"] == 8 and with_servers["speedup_of_sampling"].keys() == {"2", "3"}
+    assert with_servers["assumptions"][1].startswith("relative to depth 1")
     assert main(["plan", "--json", *words]) == 0
     assert "partial_rollouts" not in json.loads(capsys.readouterr().out)["cost"]
     assert NUM_ROLLOUTS > FIRST + 3

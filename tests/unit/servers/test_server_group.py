@@ -55,7 +55,9 @@ def of(work):
 
 def question(count, version=1, n=2):
     requests = {i: wire.Request(key=str(i), ids=(4, 5), seed=1000 + i, n=n, max_tokens=4) for i in range(count)}
-    return GenerationRequest(requests, SAMPLING, version=version, name_of=lambda number: f"prompt {number} (data-set row {number + 100})")
+    return GenerationRequest(
+        requests, SAMPLING, version=version, format_name=lambda number: f"prompt {number} (data-set row {number + 100})"
+    )
 
 
 def ready(servers, found, version=1):

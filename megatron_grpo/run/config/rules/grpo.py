@@ -1,7 +1,7 @@
 """Compatibility rules among the settings of the mathematics. No torch here, because `plan` uses them too.
 
 `problems` are refused before anything starts; `warnings` are legal and probably not intended. The allowed values of a single setting are in
-`config.config`.
+`core.settings` and `run.config.settings`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_a
 def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """Return every conflict between this configuration and this model.
 
-    Divisibility (`weights.layout_validation`) and batch sizes are checked elsewhere.
+    Divisibility (`rules.layout`) and batch sizes are checked elsewhere.
     """
     return [*broken_rules(RULES, _settings(cfg, shape)), *sharing_problems(cfg, shape)]
 

@@ -201,7 +201,7 @@ def _interleaving_rules(inputs: BatchSizeInputs, sizes: DerivedSizes) -> Iterato
 def _layer_rules(inputs: BatchSizeInputs) -> Iterator[BatchSizeRule]:
     """Yield the rules on how the model's layers divide into stages and chunks; the first and last stage may have sizes set separately."""
     v, stage_flag, own_layers = inputs.values, inputs.name(PP), inputs.model.num_layers
-    if inputs.parallel.pipeline_model_parallel_layout:  # sets every stage (`batching.stages`)
+    if inputs.parallel.pipeline_model_parallel_layout:  # sets every stage (`rules.stages`)
         return
     if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
         text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {stage_flag} above 1"

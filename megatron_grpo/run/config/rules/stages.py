@@ -62,7 +62,7 @@ def expand_layout(layout: str) -> list[str]:
 
 
 def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
-    """Yield problems with the pipeline layout, besides divisions (`batching.rules`).
+    """Yield problems with the pipeline layout, besides divisions (`run.config.rules.sizes`).
 
     Args:
         num_layers: Layers of the model, if known.
