@@ -69,7 +69,7 @@ class StopRequest(Protocol):
 class CheckpointManager(Protocol):
     """Checkpoints of a run. `run.checkpoint.saving.Checkpoints` documents its methods.
 
-    Args:
+    Attributes:
         resume: Its `output_dir` is the folder that messages name.
     """
 
