@@ -13,9 +13,9 @@ from megatron_grpo.core.policy.flash import flash_obstacle
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config import parse
-from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, problems, sampler_problems, sharing_problems
 from megatron_grpo.run.config.settings import Config
+from megatron_grpo.run.models import find_parity_problems
 from megatron_grpo.run.sharing import LEAST_SAVING, decide
 from megatron_grpo.run.validate import load_inputs
 from tests.checked import check
@@ -260,17 +260,13 @@ def test_the_heads_of_latent_attention_are_those_of_its_queries():
 
 def test_equal_bits_are_refused_for_what_has_not_been_compared():
     def said(shape, **values):
-        return [
-            problem.message
-            for problem in bitwise_parity_validation.problems(Config().with_values({"bitwise_parity": True, **values}), shape)
-        ]
+        return [problem.message for problem in find_parity_problems(Config().with_values({"bitwise_parity": True, **values}), shape)]
 
     qwen = ModelShape.from_hf(config_of("qwen3"))
     yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
     assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
     assert (
-        list(bitwise_parity_validation.problems(Config(), DEEPSEEK)) == []
-        and machine_problems(Config(), has_gpu=True, has_transformer_engine=True) == []
+        list(find_parity_problems(Config(), DEEPSEEK)) == [] and machine_problems(Config(), has_gpu=True, has_transformer_engine=True) == []
     )
     for shape, values, words in (
         (DEEPSEEK, {}, "multi-latent attention"),
