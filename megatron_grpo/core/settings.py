@@ -9,9 +9,8 @@ A run that resumes from a checkpoint reports which settings have changed since. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from megatron_grpo.core.field import between_rollouts, fixed, free, setting
 
@@ -373,10 +372,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The settings that a step reads, in groups. Immutable: use `with_values` for other values.
-
-    `run.config.settings.Config` adds the groups that only a run reads.
-    """
+    """The settings that a step reads, in groups. Immutable. `run.config.settings.Config` adds the groups that only a run reads."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tuner: TunerConfig = field(default_factory=TunerConfig)
@@ -386,26 +382,3 @@ class StepConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    # Source of each value ("default", "run.yaml", "command line", "launcher", "derived from ..."), by setting name.
-    sources: Mapping[str, str] = field(default_factory=dict)
-    # Name that the user typed for a setting, possibly an alias: error messages use it.
-    typed: Mapping[str, str] = field(default_factory=dict)
-
-    def groups(self) -> dict[str, Any]:
-        """Return the groups by section name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed")}
-
-    def with_values(self, values: Mapping[str, Any], *, sources: Mapping[str, str] | None = None) -> Self:
-        """Return a configuration with other values of some settings, whichever group they belong to.
-
-        Raises:
-            KeyError: If a name is not a setting.
-        """
-        remaining, changed = dict(values), {}
-        for group, section in self.groups().items():
-            section_values = {name: remaining.pop(name) for name in vars(section) if name in remaining}
-            if section_values:
-                changed[group] = replace(section, **section_values)
-        if remaining:
-            raise KeyError(f"no setting is called {', '.join(remaining)}")
-        return replace(self, **changed, sources={**self.sources, **(sources or {})})

@@ -7,7 +7,7 @@ as well. `cli` turns these dataclasses into flags.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron_grpo.core.field import between_rollouts, fixed, free, setting
@@ -307,9 +307,28 @@ class Config(StepConfig):
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    # Source of each value ("default", "run.yaml", "command line", "launcher", "derived from ..."), by setting name.
+    sources: Mapping[str, str] = field(default_factory=dict)
+    # Name that the user typed for a setting, possibly an alias: error messages use it.
+    typed: Mapping[str, str] = field(default_factory=dict)
     # Batch sizes as typed under another system's names.
     origins: Mapping[str, BatchSizeOrigin] = field(default_factory=dict)
 
     def groups(self) -> dict[str, Any]:
         """Return the groups by section name, in the order of --help."""
         return {name: getattr(self, name) for name in GROUPS}
+
+    def with_values(self, values: Mapping[str, Any], *, sources: Mapping[str, str] | None = None) -> Config:
+        """Return a configuration with other values of some settings, whichever group they belong to.
+
+        Raises:
+            KeyError: If a name is not a setting.
+        """
+        remaining, changed = dict(values), {}
+        for group, section in self.groups().items():
+            section_values = {name: remaining.pop(name) for name in vars(section) if name in remaining}
+            if section_values:
+                changed[group] = replace(section, **section_values)
+        if remaining:
+            raise KeyError(f"no setting is called {', '.join(remaining)}")
+        return replace(self, **changed, sources={**self.sources, **(sources or {})})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.run.check import check_parsed
-from megatron_grpo.run.config import parse, table
+from megatron_grpo.run.config import parse, settings, table
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config
 from tests.checked import check
@@ -79,3 +80,9 @@ def test_every_default_is_inside_its_own_range():
 def test_a_number_is_finite(word):
     (problem,) = parse(["--lr", word]).problems
     assert f"lr must be a number, not '{word}'" in problem.message
+
+
+def test_every_group_of_settings_is_in_the_order_of_help():
+    """A group that the order lacks would have no flags."""
+    sections = {field.name for field in dataclasses.fields(Config)} - {"sources", "typed", "origins"}
+    assert sorted(settings.GROUPS) == sorted(sections)
