@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo.core.base import launcher
@@ -65,20 +64,20 @@ class AgentRunnerFactory(EpisodeLoopFactory):
     history: History = "template"
 
     @classmethod
-    def from_config(
-        cls, cfg: Config, environment: type[AgentEnvironment], tokenizer: Any, *, model_path: Path, max_model_len: int
-    ) -> AgentRunnerFactory:
+    def from_config(cls, cfg: Config, inputs: ValidatedInputs, *, max_model_len: int) -> AgentRunnerFactory:
         """Derive the settings from the configuration.
 
         Args:
-            environment: From `load_agent`.
+            inputs: Validated inputs, whose environment is from `load_agent`.
             max_model_len: Context length in tokens where `vllm_max_model_len` is not set.
         """
+        assert inputs.environment is not None
+        environment, tokenizer = cast("type[AgentEnvironment]", inputs.environment), inputs.tokenizer
         turns, rollout = cfg.turns, cfg.rollout
         make_reader = lru_cache(16)(lambda tools: reader(turns.tool_call_parser, tokenizer, json.loads(tools)))
         return cls(
             agent=environment,
-            template=make_template(cfg, environment, tokenizer, model_path=model_path),
+            template=make_template(cfg, environment, tokenizer, model_path=inputs.model_path),
             limits=SessionLimits(
                 max_model_len=rollout.vllm_max_model_len or max_model_len, max_completion_length=rollout.max_completion_length,
                 max_turns=turns.max_turns, max_contexts=turns.max_agent_contexts,
@@ -278,9 +277,5 @@ class AgentSampler(EpisodeLoopSampler[AgentRunnerFactory, AgentLoop]):
 
 def build_sampler(cfg: Config, inputs: ValidatedInputs, engine: TurnEngine) -> AgentSampler:
     """Build the sampler of the episodes of agents on an engine, as `run.plug_ins.BuildSampler`."""
-    assert inputs.environment is not None
     max_model_len = longest_context(cfg, inputs.longest_prompt)
-    stage = AgentRunnerFactory.from_config(
-        cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len
-    )
-    return AgentSampler(engine, stage)
+    return AgentSampler(engine, AgentRunnerFactory.from_config(cfg, inputs, max_model_len=max_model_len))

@@ -100,13 +100,13 @@ def play_rows(
     Returns:
         Name of a kind -> its episodes.
     """
-    environment, tokenizer, path = inputs.environment, inputs.tokenizer, inputs.model_path
+    environment = inputs.environment
     assert environment is not None
     longest = max(len(prompt.token_ids) for prompt in prompts) + cfg.rollout.max_completion_length
     if issubclass(environment, AgentEnvironment):
-        agents = AgentRunnerFactory.from_config(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
+        agents = AgentRunnerFactory.from_config(cfg, inputs, max_model_len=longest)
         return _play_agents(agents, prompts, kinds)
-    stage = EpisodeRunnerFactory.from_config(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
+    stage = EpisodeRunnerFactory.from_config(cfg, inputs, max_model_len=longest)
     episodes_by_kind = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
         player = EpisodeRunner(stage, prompts, n=1, derive_seed=lambda *key: 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo.core.base.errors import one_line
@@ -42,18 +41,17 @@ class EpisodeRunnerFactory(EpisodeLoopFactory):
     history: History = "template"
 
     @classmethod
-    def from_config(
-        cls, cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path, max_model_len: int
-    ) -> EpisodeRunnerFactory:
+    def from_config(cls, cfg: Config, inputs: ValidatedInputs, *, max_model_len: int) -> EpisodeRunnerFactory:
         """Derive the settings from the configuration.
 
         Args:
             max_model_len: Context length in tokens where `vllm_max_model_len` is not set.
         """
+        assert inputs.environment is not None
         turns, rollout = cfg.turns, cfg.rollout
         return cls(
-            environment=environment,
-            template=make_template(cfg, environment, tokenizer, model_path=model_path),
+            environment=inputs.environment,
+            template=make_template(cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path),
             system=cfg.data.system,
             max_turns=turns.max_turns,
             max_completion_length=rollout.max_completion_length,
@@ -258,9 +256,5 @@ class EpisodeSampler(EpisodeLoopSampler[EpisodeRunnerFactory, EpisodeRunner]):
 
 def build_sampler(cfg: Config, inputs: ValidatedInputs, engine: TurnEngine) -> EpisodeSampler:
     """Build the sampler of episodes on an engine, as `run.plug_ins.BuildSampler`."""
-    assert inputs.environment is not None
     max_model_len = longest_context(cfg, inputs.longest_prompt)
-    stage = EpisodeRunnerFactory.from_config(
-        cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len
-    )
-    return EpisodeSampler(engine, stage)
+    return EpisodeSampler(engine, EpisodeRunnerFactory.from_config(cfg, inputs, max_model_len=max_model_len))
