@@ -1,4 +1,4 @@
-"""What a setting asks for: the table of functions that a run imports when it needs them, by dotted name. No torch.
+"""Table of the functions that a setting asks for, by dotted name; a run imports them when it needs them. No torch.
 
 A new sampler, teacher or form of episodes is a row here; its rules have a row in `PLUG_INS` of run/config/rules, its settings a line in
 core/settings.py or run/config/settings.py. The Protocols say how the functions are called.

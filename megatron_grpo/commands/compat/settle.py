@@ -1,4 +1,4 @@
-"""How the values of another system are settled: readers of one name, and steps that follow from several names.
+"""Settling of the values of another system: readers of one name, and steps that follow from several names.
 
 A reader takes the words after a name and all foreign names of the run. It returns native settings that are not yet parsed, and raises
 InvalidValueError for a value that cannot be translated. A step takes the native values and the foreign names, and yields changes. Both are

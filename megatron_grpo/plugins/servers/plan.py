@@ -1,4 +1,4 @@
-"""How a rollout is divided into calls to rollout servers, and what `plan` shows about them. No torch, and no connection is made."""
+"""Calls to rollout servers that a rollout is divided into, and their part of `plan`. No torch, and no connection is made."""
 
 from __future__ import annotations
 
