@@ -159,7 +159,7 @@ def train_with_trl(config: Path, output: Path, *, seed: int, ranks: int, steps: 
 
         adapters = LoraConfig(r=given["lora_rank"], lora_alpha=given["lora_alpha"], lora_dropout=0.0, target_modules="all-linear")
 
-    class JsonlWriter(TrainerCallback):
+    class JsonlFile(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **unused):
             if state.is_world_process_zero and logs and "reward" in logs:
                 line = {"step": state.global_step} | {name: logs[name] for name in RECORDED}
@@ -181,7 +181,7 @@ def train_with_trl(config: Path, output: Path, *, seed: int, ranks: int, steps: 
             logging_steps=1, seed=seed, shuffle_dataset=given.get("dataset_shuffle", True),
         ),
         train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(ROOT / given["model"]),
-        callbacks=[JsonlWriter()], peft_config=adapters,
+        callbacks=[JsonlFile()], peft_config=adapters,
     )  # fmt: skip
     trainer.train()
     trainer.save_model(str(output / "hf"))

@@ -20,7 +20,7 @@ from megatron_grpo.commands.html import table
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunInterruptedError, config_error, problem_with
 from megatron_grpo.run import python_objects
-from megatron_grpo.run.metrics.records import JsonlWriter
+from megatron_grpo.run.metrics.records import JsonlFile
 
 if TYPE_CHECKING:
     from megatron_grpo.commands.planning.command import Plan
@@ -177,7 +177,7 @@ class GRPOTrainer:
         values |= settings
         if not launcher.read().is_launched:
             _require_readable(_parse(values, self._num_ranks()))
-        records = JsonlWriter(Path(values["output_dir"]) / "evaluations.jsonl")
+        records = JsonlFile(Path(values["output_dir"]) / "evaluations.jsonl")
         num_before = len(records.all())
         self._run("eval", values, self._num_ranks(), output_dir)
         return records.all()[num_before:]

@@ -24,7 +24,7 @@ from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.tuner import are_names_readable, freezing_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.sizes import ModelDivisors
-from megatron_grpo.run.models import find_parity_problems, make_size_model, read_shape, read_teacher, teacher_problems
+from megatron_grpo.run.models import find_parity_problems, make_model_divisors, read_shape, read_teacher, teacher_problems
 
 _SEES = "false (vision-language model)"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")
@@ -192,9 +192,9 @@ def check_parsed(parsed: ParsedConfig) -> CheckedConfig:
     shape, model_problems = read_shape(parsed.config.model.model)
     parsed = with_tower(parsed, shape)
     teacher, reading_problems = read_teacher(parsed.config)
-    model = make_size_model(shape) if shape else ModelDivisors()
+    model = make_model_divisors(shape) if shape else ModelDivisors()
     if parsed.config.grpo.teacher_model:
-        model = replace(model, teacher=make_size_model(teacher) if teacher else ModelDivisors())
+        model = replace(model, teacher=make_model_divisors(teacher) if teacher else ModelDivisors())
     cfg, shapes = parsed.config, (shape, teacher)
     problems = [*parsed.problems, *model_problems, *reading_problems, *_settings_problems(parsed, shapes)]
     size_faults = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)

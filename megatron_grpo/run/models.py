@@ -121,7 +121,7 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     return config if config.get("architectures") or architecture not in FAMILIES else {**config, "architectures": [architecture]}
 
 
-def make_size_model(shape: ModelShape) -> ModelDivisors:
+def make_model_divisors(shape: ModelShape) -> ModelDivisors:
     """Return what the layout rules need to know about a model."""
 
     def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:

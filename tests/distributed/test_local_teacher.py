@@ -80,7 +80,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
     from megatron_grpo.core.weights.shape import ModelShape
     from megatron_grpo.plugins.teacher.trainer import build_held_teacher
     from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
-    from megatron_grpo.run.models import make_size_model
+    from megatron_grpo.run.models import make_model_divisors
 
     parallel, found = cases.join(cases.settings(**settings), world), {}
     for name in teachers:
@@ -96,7 +96,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
             weights = [parameter for chunk in teacher._scorer.model for parameter in chunk.parameters()]
             own = ModelShape.from_pretrained(models[name])
             sizes = checked_sizes(
-                cfg.with_values({"world_size": world}), model=replace(make_size_model(shape), teacher=make_size_model(own))
+                cfg.with_values({"world_size": world}), model=replace(make_model_divisors(shape), teacher=make_model_divisors(own))
             )
             planned = teacher_stages(own, shape, sizes, cfg, 16)[parallel.pp_rank].weights_bytes
             assert planned == sum(4 * parameter.numel() for parameter in weights)

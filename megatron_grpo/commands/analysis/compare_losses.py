@@ -41,7 +41,7 @@ from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.metrics.records import JsonlWriter
+from megatron_grpo.run.metrics.records import JsonlFile
 from megatron_grpo.run.models import find_model
 from megatron_grpo.run.open_checkpoint import load_weights
 
@@ -278,7 +278,7 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
 
 def _recorded(args: CompareLossesArgs) -> dict[str, float] | None:
     """Return the run's own loss and gradient norm of the step, from metrics.jsonl; None if they were not logged."""
-    logged = next((record for record in reversed(JsonlWriter(args.run / "metrics.jsonl").all()) if record["step"] == args.step + 1), None)
+    logged = next((record for record in reversed(JsonlFile(args.run / "metrics.jsonl").all()) if record["step"] == args.step + 1), None)
     return {name: logged[name] for name in ("loss", "grad_norm") if name in logged} if logged else None
 
 

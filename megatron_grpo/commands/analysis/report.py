@@ -14,7 +14,7 @@ from megatron_grpo.commands.analysis.args import MismatchArgs
 from megatron_grpo.commands.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
 from megatron_grpo.commands.analysis.printing import format_columns
 from megatron_grpo.run.metrics.plots import BLUE, GREY, RED, write_figure, write_panels
-from megatron_grpo.run.metrics.records import JsonlWriter
+from megatron_grpo.run.metrics.records import JsonlFile
 
 BINS = 40
 DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
@@ -205,7 +205,7 @@ def read_drift(run: Path | None) -> list[tuple[int, float, float]]:
     """
     return [
         (record["step"], *(float(record[name]) for name in DRIFT))
-        for record in (JsonlWriter(run / "metrics.jsonl").all() if run is not None else [])
+        for record in (JsonlFile(run / "metrics.jsonl").all() if run is not None else [])
         if all(isinstance(record.get(name), (int, float)) for name in DRIFT)
     ]
 

@@ -12,7 +12,7 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.base.files import parse_json, parse_yaml, read_object
 from megatron_grpo.run.config.evaluation import SUM, name_curve
 from megatron_grpo.run.metrics.evaluations import curves_in
-from megatron_grpo.run.metrics.records import EVENTS, JsonlWriter
+from megatron_grpo.run.metrics.records import EVENTS, JsonlFile
 
 Points = Sequence[tuple[int, float]]  # (optimizer step, value), ascending
 Row = Mapping[str, Any]
@@ -47,7 +47,7 @@ class RunFiles:
         Args:
             name: Name of the run; default: the name of the folder.
         """
-        steps, evaluations, events = (JsonlWriter(folder / file).all() for file in ("metrics.jsonl", "evaluations.jsonl", EVENTS))
+        steps, evaluations, events = (JsonlFile(folder / file).all() for file in ("metrics.jsonl", "evaluations.jsonl", EVENTS))
         return cls(
             folder=folder, name=name or folder.absolute().name, steps=steps, evaluations=evaluations, events=events,
             plan=read_object(folder / "plan.json"), settings=read_settings(folder / "config.yaml"),

@@ -347,7 +347,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         for weight in unit.loaded.keys() - unit.packed:
             getattr(unit.module, weight).data.fill_(float("nan"))
         self._table.load([(name, self._clones.pop(name)) for name in sorted(names)], self._pack)
-        is_same = bits.are_unchanged(unit)
+        is_same = bits.is_unchanged(unit)
         if not is_same:
             bits.put_back(unit)
         self._is_trying = False
@@ -362,7 +362,7 @@ class SavedTensors:
         self.linear = getattr(unit.module, "cpu_linear", None)
         self.answer = self._answer(unit)
 
-    def are_unchanged(self, unit: ModuleWeights) -> bool:
+    def is_unchanged(self, unit: ModuleWeights) -> bool:
         """Return whether the module still holds the same bits."""
         current = own_tensors(unit.module)
         return (

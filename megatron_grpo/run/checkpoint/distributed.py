@@ -366,7 +366,7 @@ def list_pieces(state: dict[str, Any], assigned_names: frozenset[int]) -> list[t
                 stream = io.BytesIO()
                 torch.save([leaf.data], stream)  # in a list, as Megatron-Core expects
                 pieces.append((Shard(leaf.unique_key), stream.getvalue()))
-        elif compute_shard_name(leaf) in assigned_names if _may_be_shared(leaf) else is_main_replica(leaf.replica_id):
+        elif compute_shard_id(leaf) in assigned_names if _may_be_shared(leaf) else is_main_replica(leaf.replica_id):
             box = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
             piece = Shard(leaf.key, tuple(leaf.global_offset), box, tuple(leaf.global_shape), leaf.dtype)
             pieces.append((piece, leaf.data.detach().reshape(box)))
@@ -386,7 +386,7 @@ def assigned_tensors(state: dict[str, Any], group: Any) -> frozenset[int]:
         group: Process group of the ranks that may hold the same tensors; None for all ranks.
     """
     tensors = [
-        (compute_shard_name(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id))
+        (compute_shard_id(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id))
         for leaf in nested_values(state)
         if _may_be_shared(leaf)
     ]
@@ -420,7 +420,7 @@ def divide_tensors(tensors_of_ranks: Sequence[Sequence[tuple[int, int, bool]]]) 
     return [frozenset(names) for names in assigned_names]
 
 
-def compute_shard_name(tensor: ShardedTensor) -> int:
+def compute_shard_id(tensor: ShardedTensor) -> int:
     """Return a 64-bit name of a box, equal on every rank that holds it."""
     return int.from_bytes(hashlib.blake2b(repr((tensor.key, tuple(tensor.global_offset))).encode(), digest_size=8).digest())
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.run.config.evaluation import ALONE, ks, name_curve
-from megatron_grpo.run.metrics.records import BestEffort, JsonlWriter, to_python_number, write_table
+from megatron_grpo.run.metrics.records import BestEffort, JsonlFile, to_python_number, write_table
 
 logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]
@@ -203,7 +203,7 @@ class Evaluations:
     def __init__(self, folder: Path, *, replaces: bool = True, writes_completions: bool = True):
         self.folder, self.replaces, self.writes_completions = folder, replaces, writes_completions
         self.records: list[dict[str, Any]] = []
-        self._file = JsonlWriter(folder / "evaluations.jsonl")
+        self._file = JsonlFile(folder / "evaluations.jsonl")
         self._best_effort = BestEffort()
 
     def start(self, step: int = sys.maxsize) -> None:
@@ -215,7 +215,7 @@ class Evaluations:
         self._keep_until(step)
         for directory in self._directories():
             recorded_steps = {record["step"] for record in self.records if score_of_record(record)[0] == directory.name}
-            missing = {line["step"] for line in JsonlWriter(directory / "prompts.jsonl").all()} - recorded_steps
+            missing = {line["step"] for line in JsonlFile(directory / "prompts.jsonl").all()} - recorded_steps
             if missing:
                 logger.warning("%s has no line of %s at step %s: it was cut or removed", self._file.path, directory.name, sorted(missing))
 
@@ -223,7 +223,7 @@ class Evaluations:
         self._file.cut(step)
         self.records = self._file.all()
         for directory in self._directories():
-            JsonlWriter(directory / "prompts.jsonl").cut(step)
+            JsonlFile(directory / "prompts.jsonl").cut(step)
             for path in directory.glob("step_*.parquet"):
                 match = re.fullmatch(r"step_(\d{6,})(_\d+)?\.parquet", path.name)
                 if match and int(match[1]) > step:
@@ -240,7 +240,7 @@ class Evaluations:
         """
         if self.replaces and any(old["step"] == step and score_of_record(old)[0] == evaluation.name for old in self.records):
             self._keep_until(step - 1)
-        prompts = JsonlWriter(self.folder / "evaluations" / evaluation.name / "prompts.jsonl")
+        prompts = JsonlFile(self.folder / "evaluations" / evaluation.name / "prompts.jsonl")
         prompts.cut(step - 1 if self.replaces else sys.maxsize)  # a run killed during this evaluation may have left its line
         numbers = evaluation.numbers()
         record = {"step": step, **numbers, **self._change(prompts, evaluation), **extra}
@@ -265,7 +265,7 @@ class Evaluations:
         root = self.folder / "evaluations"
         return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
-    def _change(self, prompts: JsonlWriter, evaluation: EvaluationResult) -> Numbers:
+    def _change(self, prompts: JsonlFile, evaluation: EvaluationResult) -> Numbers:
         """Return the change since the first evaluation of the same question, paired by prompt; empty if this is the first."""
         previous = (
             next((line for line in prompts.all() if line["question"] == evaluation.question), None) if prompts.path.exists() else None

