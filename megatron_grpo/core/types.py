@@ -9,8 +9,7 @@ the packed stream in a micro-batch), C its trained positions, S the sequences in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -61,7 +60,7 @@ class SamplingMask(NamedTuple):
         return np.diff(self.at)
 
     @classmethod
-    def joined(cls, parts: SequenceOf[SamplingMask]) -> SamplingMask:
+    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
         """Concatenate the masks of consecutive tokens.
 
         Args:
@@ -123,7 +122,7 @@ class RowLengths:
         return len(self.group)
 
     @classmethod
-    def from_rows(cls, rows: RowLengths | SequenceOf[SequenceLengths]) -> RowLengths:
+    def from_rows(cls, rows: RowLengths | Sequence[SequenceLengths]) -> RowLengths:
         """Return the lengths of rows as arrays. A row that shares with none has a group to itself.
 
         Args:
@@ -196,14 +195,14 @@ class Prompt:
 
     number: int
     row: int
-    raw: str | SequenceOf[Mapping[str, Any]]
+    raw: str | Sequence[Mapping[str, Any]]
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]
     images: tuple[tuple[int, Image], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sequence:
+class TokenSequence:
     """Token sequence, with the mask of the tokens to score. It carries no advantage and no loss.
 
     A context is a stretch that attends causally from its own beginning; `starts` says where the contexts begin. The first token of a
@@ -267,7 +266,7 @@ class Sequence:
         return spread
 
 
-def make_sequence(tokens: SequenceOf[int], images: tuple[tuple[int, Image], ...] = ()) -> Sequence:
+def make_sequence(tokens: Sequence[int], images: tuple[tuple[int, Image], ...] = ()) -> TokenSequence:
     """Return a sequence of one context in which every token but the first is scored.
 
     Args:
@@ -275,7 +274,7 @@ def make_sequence(tokens: SequenceOf[int], images: tuple[tuple[int, Image], ...]
         images: (index in tokens, image) of each image, ascending.
     """
     token_ids = np.asarray(tokens, dtype=np.int64)
-    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, images=images)
+    return TokenSequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, images=images)
 
 
 FAULTS = ("error", "timeout", "invalid")  # finish reasons of an episode whose environment failed: it has no reward and trains nothing
@@ -349,7 +348,7 @@ class Completion:
         columns: Extra columns that a rollout function passes to the reward functions.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     logprobs: np.ndarray
     text: str
     finish_reason: str
@@ -386,14 +385,14 @@ class Completion:
 
 
 def make_completion(
-    prompt_ids: SequenceOf[int],
-    token_ids: SequenceOf[int],
-    logprobs: SequenceOf[float],
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
     *,
     text: str,
     finish_reason: str,
     version: int,
-    spans: SequenceOf[tuple[int, int, int]] = (),
+    spans: Sequence[tuple[int, int, int]] = (),
     experts: np.ndarray | None = None,
     images: tuple[tuple[int, Image], ...] = (),
     sampling_mask: SamplingMask | None = None,
@@ -419,7 +418,7 @@ def make_completion(
     values = np.zeros(len(tokens), dtype=np.float32)
     values[opening:] = logprobs
     return Completion(
-        sequence=Sequence(
+        sequence=TokenSequence(
             token_ids=tokens,
             mask=np.arange(len(tokens)) >= opening,
             images=images,
@@ -447,7 +446,7 @@ class PartialCompletion:
         versions: Weights version of each part, ascending.
         starts: Index of the first token of each part.
         finish_reason: "stop" or "length"; empty while it is unfinished.
-        mask_offsets: Sampling mask of the n tokens, as in `Sequence`.
+        mask_offsets: Sampling mask of the n tokens, as in `TokenSequence`.
         text: Text of an ended completion from rollout servers; elsewhere it is made from the tokens.
     """
 
@@ -595,7 +594,7 @@ class DynamicSamplingResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample(Sequence):
+class Sample(TokenSequence):
     """Trainable sequence: its tokens, its advantage, and the weights that sampled it.
 
     Args:
@@ -646,7 +645,7 @@ class Sample(Sequence):
         return SampleWithOldLogprobs(**values, old_logprobs=logprobs, old_logprobs_from=by)
 
 
-def tokens_by_version(spans: Iterable[SequenceOf[int]]) -> dict[str, np.ndarray]:
+def tokens_by_version(spans: Iterable[Sequence[int]]) -> dict[str, np.ndarray]:
     """Return the columns `num_stretches` and `stretches` of `TrainingRows`.
 
     Args:
@@ -737,7 +736,7 @@ class TrainingRows:
         return RowLengths(group=group, prefix=self.prefix, num_contexts=self.num_contexts, contexts=self.contexts)
 
     @classmethod
-    def from_samples(cls, samples: SequenceOf[Sample], *, dp_rank: np.ndarray) -> TrainingRows:
+    def from_samples(cls, samples: Sequence[Sample], *, dp_rank: np.ndarray) -> TrainingRows:
         """Return the rows of samples.
 
         Args:
@@ -759,7 +758,7 @@ class TrainingRows:
         )
 
     @classmethod
-    def joined(cls, parts: SequenceOf[TrainingRows]) -> TrainingRows:
+    def joined(cls, parts: Sequence[TrainingRows]) -> TrainingRows:
         """Concatenate rows.
 
         Args:
@@ -1020,7 +1019,7 @@ class Progress:
     num_prompts: int = 0
     num_tokens: int = 0
 
-    def add(self, rollouts: SequenceOf[Rollout]) -> Progress:
+    def add(self, rollouts: Sequence[Rollout]) -> Progress:
         """Return the progress after new rollouts have arrived."""
         num_prompts = self.num_prompts + sum(rollout.num_prompts for rollout in rollouts)
         return replace(self, num_rollouts=self.num_rollouts + len(rollouts), num_prompts=num_prompts)

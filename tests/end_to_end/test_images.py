@@ -49,7 +49,7 @@ def train(rank, world_size, flags, killed_after=None):
     from transformers import AutoModelForImageTextToText
 
     from megatron_grpo.cli import main
-    from megatron_grpo.core.types import SamplingMask, Sequence, make_completion
+    from megatron_grpo.core.types import SamplingMask, TokenSequence, make_completion
     from tests.scripted_engine import ScriptedEngine
     from tests.vision_cases import logits_of
 
@@ -59,7 +59,7 @@ def train(rank, world_size, flags, killed_after=None):
     def answer(prompt, place, version):
         drawn = np.random.default_rng([prompt.number, place]).integers(4, 250, 1 + (prompt.number + place) % 8)
         ids = np.array([*prompt.token_ids, *drawn])
-        images = Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(prompt.token_ids), images=prompt.images)
+        images = TokenSequence(token_ids=ids, mask=np.arange(len(ids)) >= len(prompt.token_ids), images=prompt.images)
         words = np.stack([drawn, drawn + 1, drawn + 5], axis=1)
         with torch.no_grad():
             few = logits_of(model, images).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))

@@ -20,7 +20,7 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy.model import PolicyModel
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.rollout.colocated import ColocatedEngine
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import TokenSequence
 
 # Root mean square of an operation's difference, relative to that of its output. Correct operations stay below: 1e-6 by another order
 # of summation, 5e-3 by other bfloat16 roundings (docs/mismatch.md).

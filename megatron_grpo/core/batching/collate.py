@@ -6,8 +6,7 @@ ordinary token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -15,7 +14,16 @@ import numpy as np
 
 from megatron_grpo.core.batching.prefix_groups import FREE, Alignment, ContextSpan, PrefixGroup, common_prefix, list_contexts, num_shared
 from megatron_grpo.core.batching.split import MicroBatchSpec
-from megatron_grpo.core.types import Image, MicroBatch, Sample, SampleWithOldLogprobs, SamplingMask, Segment, Sequence, TrainingMicroBatch
+from megatron_grpo.core.types import (
+    Image,
+    MicroBatch,
+    Sample,
+    SampleWithOldLogprobs,
+    SamplingMask,
+    Segment,
+    TokenSequence,
+    TrainingMicroBatch,
+)
 
 PlacedImages = tuple[tuple[int, Image], ...]  # (index of the first token, image), ascending
 
@@ -53,7 +61,7 @@ def num_tokens(image: Image) -> int:
     return rows * columns
 
 
-def images_in(sequence: Sequence, first: int, end: int) -> PlacedImages:
+def images_in(sequence: TokenSequence, first: int, end: int) -> PlacedImages:
     """Return the images of a context, by their index in the context.
 
     Args:
@@ -83,7 +91,7 @@ def positions(length: int, images: PlacedImages) -> np.ndarray:
 
 
 def image_tokens(
-    sequences: SequenceOf[Sequence], contexts: Iterable[ContextSpan], in_stream: Callable[[ContextSpan, np.ndarray], np.ndarray]
+    sequences: Sequence[TokenSequence], contexts: Iterable[ContextSpan], in_stream: Callable[[ContextSpan, np.ndarray], np.ndarray]
 ) -> StreamImages:
     """Collect the images of a packed stream. What several contexts share is in the stream, and encoded, once.
 
@@ -175,12 +183,12 @@ class _Stream:
 
 
 def collate(
-    sequences: SequenceOf[Sequence],
+    sequences: Sequence[TokenSequence],
     *,
     number: int = 0,
     alignment: Alignment | None = None,
     at_least: int = 0,
-    prefix_groups: SequenceOf[PrefixGroup] = (),
+    prefix_groups: Sequence[PrefixGroup] = (),
 ) -> MicroBatch:
     """Pack sequences end to end, so that they can be scored. A prefix that contexts of a prefix group share is in the stream once.
 
@@ -226,7 +234,7 @@ def collate(
 
 
 def collate_specs(
-    sequences: SequenceOf[Sequence] | Mapping[int, Sequence], micro_specs: SequenceOf[MicroBatchSpec], alignment: Alignment
+    sequences: Sequence[TokenSequence] | Mapping[int, TokenSequence], micro_specs: Sequence[MicroBatchSpec], alignment: Alignment
 ) -> list[MicroBatch]:
     """Pack the micro-batches of one rank, so that they can be scored.
 
@@ -243,7 +251,7 @@ def collate_specs(
 
 
 def _trees(
-    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], prefix_groups: SequenceOf[PrefixGroup], alignment: Alignment
+    sequences: Sequence[TokenSequence], contexts: Sequence[ContextSpan], prefix_groups: Sequence[PrefixGroup], alignment: Alignment
 ) -> list[_SharedContexts]:
     """Return trees that contain every context once."""
     group_by_row = {row: prefix_group for prefix_group in prefix_groups for row in prefix_group.members}
@@ -264,7 +272,7 @@ def _trees(
     return trees
 
 
-def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_SharedContexts]) -> dict[ContextSpan, _ContextLocation]:
+def _lay(stream: _Stream, sequences: Sequence[TokenSequence], trees: Sequence[_SharedContexts]) -> dict[ContextSpan, _ContextLocation]:
     """Lay all shared prefixes, then the suffixes of each, then the contexts without a shared prefix.
 
     Each class is ordered by length, so that equal lengths lie side by side.
@@ -292,7 +300,7 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Sh
 
 
 def _trained(
-    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], placed: dict[ContextSpan, _ContextLocation]
+    sequences: Sequence[TokenSequence], contexts: Sequence[ContextSpan], placed: dict[ContextSpan, _ContextLocation]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (indices in the stream, targets, rows) of each context's masked tokens.
 
@@ -308,7 +316,7 @@ def _trained(
         )
 
 
-def _join_masks(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
+def _join_masks(sequences: Sequence[TokenSequence]) -> SamplingMask | None:
     """Join the sampling masks of all trained positions; None if no token of any sequence has one."""
     masks = [sequence.sampling_mask for sequence in sequences]
     if all(sampling_mask is None for sampling_mask in masks):
@@ -318,7 +326,7 @@ def _join_masks(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
     )
 
 
-def _experts(sequences: SequenceOf[Sequence], positions_in_stream: np.ndarray, length: int) -> np.ndarray | None:
+def _experts(sequences: Sequence[TokenSequence], positions_in_stream: np.ndarray, length: int) -> np.ndarray | None:
     """Return the forced experts, int16 [length of the stream, MoE layers, k]; None if all sequences route freely."""
     form = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), None)
     if form is None:
@@ -337,14 +345,14 @@ def _experts(sequences: SequenceOf[Sequence], positions_in_stream: np.ndarray, l
 
 
 def collate_samples(
-    samples: SequenceOf[Sample],
-    token_weights: SequenceOf[float] | np.ndarray,
+    samples: Sequence[Sample],
+    token_weights: Sequence[float] | np.ndarray,
     *,
     trained_at: int,
     number: int = 0,
     alignment: Alignment | None = None,
     at_least: int = 0,
-    prefix_groups: SequenceOf[PrefixGroup] = (),
+    prefix_groups: Sequence[PrefixGroup] = (),
 ) -> TrainingMicroBatch:
     """Pack samples as `collate` does, with what the loss needs.
 
@@ -377,7 +385,7 @@ def collate_samples(
     )
 
 
-def _column(parts: SequenceOf[np.ndarray], dtype: type) -> np.ndarray:
+def _column(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=dtype), *parts]).astype(dtype)
 
 

@@ -8,14 +8,14 @@ of it. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron_grpo.core.batching.pack import PackedRows, pack, segment_sums
-from megatron_grpo.core.types import Completion, RowLengths, Sequence, SequenceLengths, ragged
+from megatron_grpo.core.types import Completion, RowLengths, SequenceLengths, TokenSequence, ragged
 
 TokenCount = TypeVar("TokenCount", int, np.ndarray)
 # A group is split into pieces that cost at most total / (dp_size * multiple * n), for each n until ranks are even.
@@ -66,7 +66,7 @@ class ContextSpan(NamedTuple):
     num_computed: int
 
 
-def list_contexts(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
+def list_contexts(sequences: Sequence[TokenSequence]) -> list[ContextSpan]:
     """Return the contexts of all sequences, row by row."""
     return [ContextSpan(row, first, end, end - first - 1) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
 
@@ -86,7 +86,7 @@ class PrefixGroup(NamedTuple):
     min_saving_ratio: float
 
 
-def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> int:
+def num_tokens(computed: Sequence[int], shared: int, alignment: Alignment) -> int:
     """Return the tokens of contexts in the stream if their first `shared` computed tokens are computed once.
 
     Args:
@@ -95,7 +95,7 @@ def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> 
     return alignment.count_segment(shared) + sum(alignment.count_segment(tokens - shared) for tokens in computed)
 
 
-def num_shared(computed: SequenceOf[int], common: int, prefix_group: PrefixGroup, alignment: Alignment) -> int:
+def num_shared(computed: Sequence[int], common: int, prefix_group: PrefixGroup, alignment: Alignment) -> int:
     """Return the number of tokens that a micro-batch computes once for the contexts of a prefix group.
 
     The result never takes more tokens than packing counted. It exceeds the prefix that packing knew of if that takes no more tokens.
@@ -111,7 +111,7 @@ def num_shared(computed: SequenceOf[int], common: int, prefix_group: PrefixGroup
     return common if shared_common < unshared and shared_common <= max_tokens else chosen
 
 
-def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan]) -> int:
+def common_prefix(sequences: Sequence[TokenSequence], contexts: Sequence[ContextSpan]) -> int:
     """Return the number of computed tokens that all contexts begin with: equal tokens, equal images, equal forced experts.
 
     Args:
@@ -132,15 +132,15 @@ def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextS
     return int(differs.argmax()) if differs.any() else length
 
 
-def _routes(sequence: Sequence, first: int, length: int) -> np.ndarray:
+def _routes(sequence: TokenSequence, first: int, length: int) -> np.ndarray:
     return FREE if sequence.experts is None else sequence.experts[first : first + length]
 
 
-def _images(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
+def _images(sequence: TokenSequence, context: ContextSpan) -> set[tuple[int, str]]:
     return {(position - context.first, image.key) for position, image in sequence.images if context.first <= position < context.end}
 
 
-def find_prefix(completions: SequenceOf[Completion]) -> int:
+def find_prefix(completions: Sequence[Completion]) -> int:
     """Return the `prefix` of a group: computed tokens that every context of every completion begins with."""
     sequences = [completion.sequence for completion in completions]
     return common_prefix(sequences, list_contexts(sequences))
@@ -181,7 +181,7 @@ class RowColumns:
     @classmethod
     def from_lengths(
         cls,
-        lengths: RowLengths | SequenceOf[SequenceLengths],
+        lengths: RowLengths | Sequence[SequenceLengths],
         alignment: Alignment,
         *,
         balance_length: float,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,14 +24,14 @@ from megatron_grpo.core.parallel.vocab import Slope
 from megatron_grpo.core.policy.memory_offload import require_on_device
 from megatron_grpo.core.policy.packed_batch import LocalBatch, to_local
 from megatron_grpo.core.policy.router import RouterReplayPass, routers, routers_replay
-from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, Sequence, SequenceLengths, TrainingMicroBatch
+from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, SequenceLengths, TokenSequence, TrainingMicroBatch
 
 # (micro-batch, this rank's part of it) -> derivative of the loss that the head may use before the loss is computed; None if there is none.
 SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
 
 
 def train(
-    model: SequenceOf[torch.nn.Module], micro_batches: SequenceOf[MicroBatch], loss: Any, parallel: ParallelState, routing: RouterReplayPass
+    model: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss: Any, parallel: ParallelState, routing: RouterReplayPass
 ) -> list[Any]:
     """Run forward and backward of every micro-batch and reduce the gradients over ranks at the end. Collective.
 
@@ -54,7 +53,7 @@ def train(
 
 
 @contextmanager
-def _without_dropout(model: SequenceOf[torch.nn.Module]) -> Iterator[None]:
+def _without_dropout(model: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Put the model in evaluation mode, so that two scorings of one sequence agree.
 
     Adapters may have dropout, and a policy in training is in training mode.
@@ -147,7 +146,7 @@ class ModelScorer:
 
     def __init__(
         self,
-        model: SequenceOf[torch.nn.Module],
+        model: Sequence[torch.nn.Module],
         parallel: ParallelState,
         cut: BatchPartitioner,
         *,
@@ -156,7 +155,7 @@ class ModelScorer:
     ):
         self.model, self.parallel, self.cut, self.around, self.replay = model, parallel, cut, context, replay
 
-    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> list[np.ndarray]:
         """Return the log-probs of the masked tokens of each sequence, float32 [T], 0 at all other tokens.
 
         All ranks pass the same sequences and receive the results of all of them. This is for a few sequences, such as probes; `logprobs` is
@@ -184,11 +183,11 @@ class ModelScorer:
         }
         return [sequence.scatter(scored[i]) for i, sequence in enumerate(sequences)]
 
-    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group."""
         return self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches))
 
-    def old_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    def old_logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Return the old log-probs of each micro-batch, and under R2 the experts that each token was routed to.
 
         Returns:
@@ -207,7 +206,7 @@ class ModelScorer:
         return RouterReplayPass(replays=self.replay != "disabled")
 
     def last_stage_logprobs(
-        self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None, routing: RouterReplayPass | None = None
+        self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None, routing: RouterReplayPass | None = None
     ) -> list[np.ndarray]:
         """Return the log-probs as of `logprobs`, on ranks of the last pipeline stage only; an empty list elsewhere.
 
@@ -222,7 +221,7 @@ class ModelScorer:
         """
         return self._read(micro_batches, lambda logprobs, _: logprobs, routing=routing, temperature=temperature, with_entropy=False)
 
-    def last_stage_entropies(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+    def last_stage_entropies(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Return the entropies of each micro-batch in nats, float32 [C], on ranks of the last pipeline stage.
 
         The list is empty on other stages.
@@ -230,7 +229,7 @@ class ModelScorer:
         return self._read(micro_batches, lambda _, entropy: entropy, temperature=None, with_entropy=True)
 
     def _read(
-        self, micro_batches: SequenceOf[MicroBatch], select: Callable, *, routing: RouterReplayPass | None = None, **model_kwargs: Any
+        self, micro_batches: Sequence[MicroBatch], select: Callable, *, routing: RouterReplayPass | None = None, **model_kwargs: Any
     ) -> list:
         """Run the forward only.
 
@@ -258,7 +257,7 @@ class ModelScorer:
         return collectives.add_(full, self.parallel.cp_group).cpu().numpy()
 
 
-OfSequences = tuple[np.ndarray, np.ndarray]  # values and slopes of `classification`, float64 [S]
+ValuesAndSlopes = tuple[np.ndarray, np.ndarray]  # values and slopes of `classification`, float64 [S]
 
 
 class StepLoss:
@@ -272,7 +271,7 @@ class StepLoss:
     """
 
     def __init__(
-        self, loss: GrpoLoss, batch: GlobalBatch, scorer: ModelScorer, reference: SequenceOf[np.ndarray], entropy: AdaptiveEntropy | None
+        self, loss: GrpoLoss, batch: GlobalBatch, scorer: ModelScorer, reference: Sequence[np.ndarray], entropy: AdaptiveEntropy | None
     ):
         self.loss, self.batch, self.scorer, self.reference = loss, batch, scorer, reference
         self.parallel, self.with_entropy = scorer.parallel, loss.needs_entropy
@@ -360,7 +359,7 @@ def _entropy_threshold(batch: GlobalBatch, scorer: ModelScorer, quantile: float)
     return entropy_threshold(entropies, masks, quantile, over_ranks=over_ranks)
 
 
-def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[OfSequences] | None:
+def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> Sequence[ValuesAndSlopes] | None:
     """Compute the classification labels of the rows, by micro-batch, on ranks of the last stage; None elsewhere. Collective.
 
     The rows of a group may lie on several ranks. An on-policy row has a score of 0, so nothing is scored if no row is stale.
@@ -378,7 +377,7 @@ def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[O
 
 
 def _scores_of_rows(
-    micro_batches: SequenceOf[TrainingMicroBatch], logprobs: SequenceOf[np.ndarray], parallel: ParallelState
+    micro_batches: Sequence[TrainingMicroBatch], logprobs: Sequence[np.ndarray], parallel: ParallelState
 ) -> dict[RowKey, tuple[tuple[int, int], float, float, bool]]:
     """Return row -> (group, score, advantage, whether any token of it trains).
 

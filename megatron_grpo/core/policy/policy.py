@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -426,7 +425,7 @@ class Policy:
         if not with_optimizer:
             reload_main_params(self.optimizer, self.wrapped)
 
-    def _saved_reference(self) -> SequenceOf[Any] | None:
+    def _saved_reference(self) -> Sequence[Any] | None:
         return (self.reference.saved_chunks or None) if self.reference is not None else None
 
     # ---- memory offload ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,14 +27,14 @@ Tensors = Callable[[], dict[str, torch.Tensor]]
 class Reference(Protocol):
     """Reference model for the KL term. Every method is collective."""
 
-    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group.
 
         Args:
             micro_batches: Micro-batches; the same on every rank of the model-parallel group.
         """
 
-    def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+    def last_stage_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Return the same as `logprobs`, on ranks of the last pipeline stage only; an empty list elsewhere.
 
         Args:
@@ -51,18 +50,18 @@ class Reference(Protocol):
         """
 
     @property
-    def chunks(self) -> SequenceOf[Any]:
+    def chunks(self) -> Sequence[Any]:
         """Model chunks that the reference runs, which may be the policy's. They are offloaded together with the policy."""
 
     @property
-    def saved_chunks(self) -> SequenceOf[Any]:
+    def saved_chunks(self) -> Sequence[Any]:
         """Chunks that a checkpoint must hold because no other file has their weights."""
 
 
 class FrozenReference:
     """Reference whose weights never change: the initial model of the run, or another one."""
 
-    saved_chunks: SequenceOf[Any] = ()
+    saved_chunks: Sequence[Any] = ()
 
     def __init__(self, scorer: ModelScorer):
         self.scorer, self.chunks = scorer, scorer.model
@@ -105,7 +104,7 @@ class FrozenPolicy:
         adapters: Adapters of the chunks, synced merged into the weights; None if there are none.
     """
 
-    def __init__(self, chunks: SequenceOf[Any], scorer: ModelScorer, exchange: MegatronToHF, adapters: Adapters | None):
+    def __init__(self, chunks: Sequence[Any], scorer: ModelScorer, exchange: MegatronToHF, adapters: Adapters | None):
         self.chunks, self.scorer, self.exchange, self.adapters = chunks, scorer, exchange, adapters
 
     def tensors(self) -> dict[str, Any]:

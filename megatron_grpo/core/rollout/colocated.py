@@ -41,8 +41,7 @@ from megatron_grpo.core.rollout.turns import (
 from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.core.rollout.vllm_weights import AdapterSlot, WeightLoader, copy_buffers, missing_sentence, refuse_changed
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, TokenSequence, make_completion
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync
 

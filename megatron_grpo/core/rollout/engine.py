@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from megatron_grpo.core.rollout.sampling_mask import list_sampling_fields, max_mask_tokens, samples_from_part
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.core.types import Group, PartialCompletion, Prompt
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import Group, PartialCompletion, Prompt, TokenSequence
 from megatron_grpo.core.weights.buckets import WeightUpdate
 
 # Completion i of a prompt is sampled with the prompt's seed + i (vLLM's rule), so the seeds of prompts are this far apart.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.core.batching.prefix_groups import FREE
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
 
 
@@ -103,7 +103,7 @@ def completion_routes(routes: np.ndarray, opening: int, index: int) -> np.ndarra
 
 
 def collect_group_experts(completion_routes: Sequence[np.ndarray], opening: int) -> list[np.ndarray]:
-    """Return `Sequence.experts` of each completion of a group. The prompt uses the experts of the first completion in all of them.
+    """Return `TokenSequence.experts` of each completion of a group. The prompt uses the experts of the first completion in all of them.
 
     So the common prefix stays equal, and is computed once. The last token, which the sampler did not run, routes freely.
 

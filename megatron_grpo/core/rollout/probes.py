@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.core.images import ORIENTATION, compute_image_key, decode_image
-from megatron_grpo.core.types import Sequence, make_sequence
+from megatron_grpo.core.types import TokenSequence, make_sequence
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import Grid, ImageProcessorSpec
@@ -70,7 +70,9 @@ class ProbeImage:
         return self._patches
 
 
-def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, image_spec: ImageProcessorSpec | None = None) -> list[Sequence]:
+def probe_sequences(
+    tokenizer: Any, *, vocab_size: int, max_model_len: int, image_spec: ImageProcessorSpec | None = None
+) -> list[TokenSequence]:
     """Return sequences of random ordinary tokens; for a vision-language model, up to half of them contain an image.
 
     A fault of the vision tower shows in no other sequence. Where `max_model_len` is small, the sequences with an image have fewer text
@@ -95,7 +97,7 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, imag
     return [*with_images, *(make_sequence(row) for row in sampled[len(with_images) :])]
 
 
-def _showing(tokens: list[int], image: ProbeImage) -> Sequence:
+def _showing(tokens: list[int], image: ProbeImage) -> TokenSequence:
     """Insert the image in the middle, so that tokens after it attend to it."""
     begin, end = image.image_spec.around
     start = len(tokens) // 3

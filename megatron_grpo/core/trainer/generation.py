@@ -18,8 +18,7 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import ROUNDING, BackgroundSampler, GenerationFuture, Sampler, SamplingSettings, WeightsLostError
 from megatron_grpo.core.rollout.sampling_mask import TIES
 from megatron_grpo.core.trainer.scored_rollout import GroupScorer, gather_metadata
-from megatron_grpo.core.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup, TokenSequence
 
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.experts import ExpertLayers

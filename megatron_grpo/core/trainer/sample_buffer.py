@@ -7,8 +7,7 @@ sent only when another data-parallel rank scores or trains it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ def _to_dp_ranks(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelSta
 
 
 def score_rows(
-    rows: DistributedRows, *, score: Callable[[SequenceOf[MicroBatch]], Scores], cut: BatchPartitioner, parallel: ParallelState
+    rows: DistributedRows, *, score: Callable[[Sequence[MicroBatch]], Scores], cut: BatchPartitioner, parallel: ParallelState
 ) -> ScoredRows:
     """Compute the log-probs of distributed rows, each on the data-parallel rank that the partition assigns. Collective.
 
@@ -127,7 +126,7 @@ def score_rows(
     )
 
 
-def without_experts(logprobs: Callable[[SequenceOf[MicroBatch]], list[np.ndarray]]) -> Callable[[SequenceOf[MicroBatch]], Scores]:
+def without_experts(logprobs: Callable[[Sequence[MicroBatch]], list[np.ndarray]]) -> Callable[[Sequence[MicroBatch]], Scores]:
     """Adapt a log-prob function for `score_rows` when experts are not needed.
 
     Args:
@@ -367,7 +366,7 @@ class SampleBuffer:
         samples = {key: sample for part in collectives.exchange({0: local}) for key, sample in part.items()}
         return [samples[key] for key in keys] if samples else []
 
-    def restored(self, samples: SequenceOf[Sample]) -> SampleBuffer:
+    def restored(self, samples: Sequence[Sample]) -> SampleBuffer:
         """Return the buffer as it was when saved."""
         local_rows = TrainingRows.from_samples(
             samples, dp_rank=self.cut.find_dp_rank(np.array([sample.row for sample in samples], dtype=np.int64))
@@ -378,12 +377,12 @@ class SampleBuffer:
         )
         return replace(self, rows=rows.take(np.lexsort((rows.row, rows.rollout))), samples=delivered)
 
-    def _in_slices(self, slices: SequenceOf[tuple[int, int]]) -> np.ndarray:
+    def _in_slices(self, slices: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return whether each row is in one of the (rollout, slice) pairs, bool [n]."""
         rollout, number = np.array(slices, dtype=np.int64).reshape(-1, 2).T
         return np.isin(self.rows.rollout << 32 | self.rows.row // self.cut.rows_per_slice, rollout << 32 | number)
 
-    def _trained(self, slices: SequenceOf[tuple[int, int]]) -> np.ndarray:
+    def _trained(self, slices: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return whether each row is in one of the (rollout, slice) pairs and has a gradient, bool [n]."""
         return self._in_slices(slices) & ~has_zero_gradient(self.rows, self.zero_gradient)
 

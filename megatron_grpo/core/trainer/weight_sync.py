@@ -8,8 +8,7 @@ sync both sides score the same probe sequences. Only this module knows both the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +20,7 @@ from megatron_grpo.core.base.errors import WeightsNotFiniteError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy.gradient_check import describe_weights, weights_not_finite
 from megatron_grpo.core.rollout.engine import ReceiverChangedError, WeightReceiver, WeightSyncError
-from megatron_grpo.core.types import Sequence
+from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, TensorSlice, WeightUpdate, joined
 
 if TYPE_CHECKING:
@@ -243,7 +242,7 @@ def _gather_by_engine(local: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for part in collectives.all_gather_object(dict(local)) for name, value in part.items()}
 
 
-def _logprobs(policy: Policy | FrozenPolicy, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
+def _logprobs(policy: Policy | FrozenPolicy, probes: Sequence[TokenSequence]) -> list[np.ndarray]:
     """Return the trainer's log-probs of each probe, float32 [T - 1]."""
     with policy.on_device("weights"):
         return [scored[1:] for scored in policy.scorer.score(probes, temperature=1.0)]

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.core.rollout.engine import ROUNDING
-from megatron_grpo.core.types import Completion, Prompt
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import Completion, Prompt, TokenSequence
 from megatron_grpo.plugins.environments.protocol import find_invalid_columns
 from megatron_grpo.run.python_objects import copy_for_user
 

@@ -16,8 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_grpo.core.types import SampledTurn, SamplingMask
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import SampledTurn, SamplingMask, TokenSequence
 from megatron_grpo.plugins.environments.protocol import Message
 from megatron_grpo.run.data.chat import SpecialTokens, clock_options
 

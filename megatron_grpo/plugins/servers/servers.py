@@ -26,8 +26,7 @@ from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSett
 from megatron_grpo.core.rollout.experts import InvalidRoutingError, collect_group_experts
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import SECONDS_BETWEEN_LOOKS, EpisodeLoop, Key, wait_together
-from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, TokenSequence, make_completion
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.plugins.servers import wire

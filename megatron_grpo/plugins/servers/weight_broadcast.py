@@ -13,7 +13,7 @@ import torch
 
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.rollout.engine import ReceiverChangedError, WeightSyncError
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import ServerRefusedError, start_coroutine, wait_for_answer, with_timeout

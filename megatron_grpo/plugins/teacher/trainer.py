@@ -6,8 +6,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,7 @@ from megatron_grpo.core.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import batch_partitioner
 from megatron_grpo.core.trainer.sample_buffer import DistributedRows, deliver, local_samples, score_rows, without_experts
-from megatron_grpo.core.types import RowKey, TokensToScore
-from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.types import RowKey, TokenSequence, TokensToScore
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup
 from megatron_grpo.run.assemble.policy import decide_sharing, frozen, prepare_model
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_grpo.run.checkpoint.saving import Checkpoints
     from megatron_grpo.run.inputs import ValidatedInputs
 
-Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
+Ask = Callable[[Sequence[TokensToScore]], Sequence[np.ndarray]]
 """Function of a teacher's servers: tokens -> log-probs of each from its `first` on, float32."""
 
 REPORTED = (ConfigError, RunError, NoRolloutServerError, CancelledError)  # errors of rank 0 that are raised on all ranks

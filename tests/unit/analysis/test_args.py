@@ -15,7 +15,7 @@ from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.rollout.engine import WeightSyncError
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
-from megatron_grpo.core.types import Completion, Group, Prompt, Sequence, make_completion
+from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence, make_completion
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.write import write_config
 from megatron_grpo.run.metrics.rollout import token_columns
@@ -80,7 +80,7 @@ def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
     import pyarrow.parquet
 
     ids = np.arange(6)
-    twice = Completion(sequence=Sequence(token_ids=ids, mask=ids > 3, starts=(0, 3)), logprobs=-np.ones(6, dtype=np.float32), text="",
+    twice = Completion(sequence=TokenSequence(token_ids=ids, mask=ids > 3, starts=(0, 3)), logprobs=-np.ones(6, dtype=np.float32), text="",
                        versions=((4, 4, 6),), finish_reason="stop")  # fmt: skip
     prompt = Prompt(number=0, row=0, raw="", token_ids=(5, 6, 7), columns={})
     group = Group(prompt=prompt, completions=(completion(2), twice, completion(5)))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from megatron_grpo.core.batching.collate import collate
 from megatron_grpo.core.batching.prefix_groups import Alignment, PrefixGroup
-from megatron_grpo.core.types import Segment, Sequence
+from megatron_grpo.core.types import Segment, TokenSequence
 
 
-def sequence(*token_ids: int, prompt: int = 1, starts: tuple[int, ...] = (0,)) -> Sequence:
-    return Sequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt, starts=starts)
+def sequence(*token_ids: int, prompt: int = 1, starts: tuple[int, ...] = (0,)) -> TokenSequence:
+    return TokenSequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt, starts=starts)
 
 
 def test_sequences_lie_end_to_end_without_their_last_tokens():
@@ -39,7 +39,7 @@ def test_where_nothing_is_to_be_computed_the_stream_is_padding_and_is_never_empt
 
 def test_every_context_begins_anew_and_trained_tokens_stay_in_the_order_of_rows():
     """Two contexts, (1 2 3) and (1 2 9 4), then a row of one. The last token of each predicts nothing; the shortest lie first."""
-    two = Sequence(token_ids=np.array([1, 2, 3, 1, 2, 9, 4]), mask=np.array([0, 0, 1, 0, 0, 0, 1], bool), starts=(0, 3))
+    two = TokenSequence(token_ids=np.array([1, 2, 3, 1, 2, 9, 4]), mask=np.array([0, 0, 1, 0, 0, 0, 1], bool), starts=(0, 3))
     batch = collate([two, sequence(7, 8)], alignment=Alignment(sequence=2))
     assert batch.token_ids.tolist() == [7, 0, 1, 2, 1, 2, 9, 0] and batch.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 3]
     assert batch.num_references.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
@@ -62,7 +62,7 @@ def test_every_computed_token_finds_its_experts_at_its_place_and_all_else_routes
         experts[: min(2, lengths[0])] = 0
         starts = (0, *np.cumsum(lengths)[:-1].tolist())
         rows.append(
-            Sequence(token_ids=tokens, mask=np.zeros(len(tokens), bool), starts=starts, experts=draw(st.sampled_from([experts, None])))
+            TokenSequence(token_ids=tokens, mask=np.zeros(len(tokens), bool), starts=starts, experts=draw(st.sampled_from([experts, None])))
         )
     batch = collate(rows, alignment=alignment, prefix_groups=[PrefixGroup(tuple(range(len(rows))), 0, 0.0)])
     of_rows = np.split(batch.places, np.cumsum([len(row.token_ids) for row in rows])[:-1])

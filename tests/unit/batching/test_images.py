@@ -10,14 +10,14 @@ import pytest
 
 from megatron_grpo.core.batching.collate import collate, compute_grid, positions
 from megatron_grpo.core.batching.prefix_groups import Alignment, PrefixGroup
-from megatron_grpo.core.types import Sequence
+from megatron_grpo.core.types import TokenSequence
 from tests.vision_cases import IMAGE, picture
 
 WIDE = picture("wide", 4, 6)  # 2 x 3 tokens
 FLAT = picture("flat", 2, 8)  # 1 x 4 tokens
 
 
-def row(*parts, scored: int = 2) -> Sequence:
+def row(*parts, scored: int = 2) -> TokenSequence:
     """parts: numbers of words, or pictures."""
     tokens, images = [], []
     for part in parts:
@@ -27,7 +27,7 @@ def row(*parts, scored: int = 2) -> Sequence:
             images.append((len(tokens), part))
             tokens += [IMAGE] * part.num_tokens
     ids = np.array(tokens, dtype=np.int64)
-    return Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(ids) - scored, images=tuple(images))
+    return TokenSequence(token_ids=ids, mask=np.arange(len(ids)) >= len(ids) - scored, images=tuple(images))
 
 
 def test_a_picture_stands_on_a_grid_and_the_text_goes_on_behind_its_longer_side():

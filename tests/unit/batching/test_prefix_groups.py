@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from megatron_grpo.core.batching.collate import collate
 from megatron_grpo.core.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, find_prefix, list_contexts
 from megatron_grpo.core.batching.split import BatchPartitioner, MicroBatchSpec, partition, partition_for_scoring, partition_padded
-from megatron_grpo.core.types import MicroBatch, Segment, Sequence, SequenceLengths, make_completion
+from megatron_grpo.core.types import MicroBatch, Segment, SequenceLengths, TokenSequence, make_completion
 
 ANY_SAVING = 0.0
 
 
-def sequence(*token_ids: int, prompt: int = 1) -> Sequence:
-    return Sequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt)
+def sequence(*token_ids: int, prompt: int = 1) -> TokenSequence:
+    return TokenSequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt)
 
 
-def shared(*sequences: Sequence, prefix: int = 0, min_saving_ratio: float = ANY_SAVING, **more) -> MicroBatch:
+def shared(*sequences: TokenSequence, prefix: int = 0, min_saving_ratio: float = ANY_SAVING, **more) -> MicroBatch:
     return collate(sequences, prefix_groups=[PrefixGroup(tuple(range(len(sequences))), prefix, min_saving_ratio)], **more)
 
 
@@ -108,7 +108,7 @@ def batches(draw):
                 starts.append(len(tokens))
                 tokens += opening + tail
                 mask += [False] * len(opening) + [True] * len(tail)
-            members.append(Sequence(token_ids=np.array(tokens), mask=np.array(mask), starts=tuple(starts)))
+            members.append(TokenSequence(token_ids=np.array(tokens), mask=np.array(mask), starts=tuple(starts)))
         prefix = common_prefix(members, list_contexts(members))
         prefix *= draw(st.booleans())  # 0 where nobody knows it
         rows += members

@@ -19,7 +19,7 @@ from megatron_grpo.core.types import (  # fmt: skip
     GroupMetadata,
     Prompt,
     ScoredGroup,
-    Sequence,
+    TokenSequence,
 )
 from megatron_grpo.plugins.rewards.rule_based import build_environment
 from megatron_grpo.run.config.settings import Config
@@ -43,7 +43,7 @@ def episode(finish_reason="done", *, fault="", rewards=(0.0, 1.0), starts=(0,), 
         fault=fault or ("it did" if finish_reason in FAULTS else ""),
     )
     return Completion(
-        sequence=Sequence(token_ids=np.arange(4, 4 + len(mask)), mask=mask, starts=starts),
+        sequence=TokenSequence(token_ids=np.arange(4, 4 + len(mask)), mask=mask, starts=starts),
         logprobs=np.where(mask, -0.5, 0).astype(np.float32), text="[assistant] a", finish_reason=finish_reason, versions=((0, 2, 5),),
         record=EpisodeRecord(numbers=numbers, messages=(*OPENING, *SAID), num_opening=1, turn_rewards=rewards),
     )  # fmt: skip

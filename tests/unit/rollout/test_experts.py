@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.rollout.experts import ExpertLayers, InvalidRoutingError, collect_group_experts, completion_routes
-from megatron_grpo.core.types import Sequence
+from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
 
@@ -20,8 +20,8 @@ RECORDED[:, 1] = [[t, 290 + t] for t in range(7)]
 RECORDED[:, 3] = [[40 + t, 7] for t in range(7)]
 
 
-def sequence(experts) -> Sequence:
-    return Sequence(token_ids=np.arange(len(experts)), mask=np.ones(len(experts), dtype=bool), experts=experts)
+def sequence(experts) -> TokenSequence:
+    return TokenSequence(token_ids=np.arange(len(experts)), mask=np.ones(len(experts), dtype=bool), experts=experts)
 
 
 def test_vllms_rows_of_layers_without_experts_are_left_out():

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from megatron_grpo.core.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.trainer.sample_buffer import DistributedRows
-from megatron_grpo.core.types import Sequence, TokensToScore, TrainingRows
+from megatron_grpo.core.types import TokenSequence, TokensToScore, TrainingRows
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import Server
 from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup
@@ -97,8 +97,8 @@ def test_what_a_lost_server_had_is_asked_of_the_others_and_it_is_taken_up_when_i
 def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_drawn_alone(opened):
     """Two contexts of 6 tokens: places are counted inside each."""
     mask = np.array([0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1], dtype=bool)
-    row = Sequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
-    empty = Sequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
+    row = TokenSequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
+    empty = TokenSequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
     rows = {(0, 3): row, (0, 4): empty}
     servers = teacher_of(opened())
     found = ServedTeacher(OneRank(), servers.fingerprint, servers.logprobs)(

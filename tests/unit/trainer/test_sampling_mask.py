@@ -11,7 +11,7 @@ from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.rollout.sampling_mask import TIES
 from megatron_grpo.core.rollout.vllm_requests import logprobs_and_mask, num_asked
 from megatron_grpo.core.trainer.generation import InvalidSamplingMaskError, check_sampling_mask
-from megatron_grpo.core.types import SamplingMask, Sequence
+from megatron_grpo.core.types import SamplingMask, TokenSequence
 
 INF = -np.inf
 
@@ -44,13 +44,13 @@ def test_what_may_be_more_than_was_told_is_taken_for_what_was_told():
     assert (num_asked(5, 100), num_asked(5, 7)) == (5 + TIES, 7)
 
 
-def sequence(kept: list[list[int]] | None) -> Sequence:
+def sequence(kept: list[list[int]] | None) -> TokenSequence:
     whole = (
         SamplingMask.joined([SamplingMask(np.array([0, len(words)]), np.array(words, dtype=np.int32)) for words in kept])
         if kept is not None
         else None
     )
-    return Sequence(
+    return TokenSequence(
         token_ids=np.array([1, 2, 3, 4]), mask=np.array([False, False, True, True]),
         mask_offsets=whole and whole.at, mask_ids=whole and whole.ids,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     with pytest.raises(InvalidSamplingMaskError, match="returned an incomplete sampling mask: the sampling mask has 3 rows") as caught:
         check_sampling_mask(one, 8)
     assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
-    check_sampling_mask(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
+    check_sampling_mask(TokenSequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
 
 
 def test_tokens_are_taken_with_their_words():
