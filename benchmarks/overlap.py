@@ -37,7 +37,7 @@ FIRST = 3  # steps that are left out: the first waits for its rollout in any cas
 def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) -> None:
     """`megatron-grpo train`, with a sampler that takes so long for each rollout."""
     from megatron_grpo.cli import main
-    from megatron_grpo.core.types import make_completion
+    from megatron_grpo.core.rollout.engine import make_completion
     from tests.scripted_engine import ScriptedEngine
 
     def answer(prompt, place, version):

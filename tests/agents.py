@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.types import Completion, Prompt, SampledTurn
+from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
+from megatron_grpo.core.types import Completion, Prompt
 from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
 from megatron_grpo.plugins.environments.agent_session import SessionLimits
 from megatron_grpo.plugins.environments.agents import AgentLoop, AgentRunnerFactory

@@ -189,7 +189,7 @@ def compare(
     prompts   the trainer's scores of all tokens at temperature 1, against the sampler's scores
     training  the forward pass of the optimizer step, against what was sampled; on ranks of the last stage
     """
-    from megatron_grpo.core.types import make_sequence
+    from megatron_grpo.core.rollout.probes import make_sequence
 
     pair = Pair.build(rank, world, path, max_model_len=longest + length, **chosen)
     asked, found = prompts(count, longest=longest, vocab=vocab), dict.fromkeys(COMPARED, Count())

@@ -379,7 +379,7 @@ def batch_of(policy, samples: Sequence[Sample], index: int):
 
 def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Teacher-forced log-probs at temperature 1 of every token but the first."""
-    from megatron_grpo.core.types import make_sequence
+    from megatron_grpo.core.rollout.probes import make_sequence
 
     return [scored[1:] for scored in policy.scorer.score([make_sequence(tokens) for tokens in sequences], temperature=1.0)]
 

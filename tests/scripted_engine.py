@@ -12,8 +12,9 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import GenerationFuture, SamplingSettings, WeightSyncError
+from megatron_grpo.core.rollout.probes import make_sequence
 from megatron_grpo.core.rollout.turns import wait_together
-from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence, make_sequence
+from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 
 Answer = Callable[[Prompt, int, int], Completion]

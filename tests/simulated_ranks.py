@@ -141,7 +141,7 @@ class OneRank:
         self.on_pre_optimizer_step: list[Any] = []
 
     def answer(self, prompt: Any, place: int, version: int):
-        from megatron_grpo.core.types import make_completion
+        from megatron_grpo.core.rollout.engine import make_completion
 
         text = self.text_of(prompt.number, place)
         return make_completion(prompt.token_ids, self.drawn, self.logprobs, text=text, finish_reason="stop", version=version)

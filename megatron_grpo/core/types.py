@@ -1,6 +1,7 @@
-"""Data types of a run.
+"""Data types of a run, in the order in which a completion passes them.
 
-A stage takes one type and returns the next: Prompt -> Group -> ScoredGroup -> Sample -> GlobalBatch.
+A stage takes one type and returns the next: Prompt -> Group -> ScoredGroup -> Sample -> GlobalBatch. What every rank knows of these
+without their tokens are GroupMetadata and TrainingRows. The types of episodes are last.
 
 All are frozen: a stage returns a new object and never fills in what an earlier one left out. This module does not import torch: token
 sequences are numpy arrays, and become tensors on the policy's device where a micro-batch is run. T counts the tokens of one sequence (of
@@ -11,149 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+
+from megatron_grpo.core.arrays import RowLengths, SamplingMask, ragged
 
 OldLogprobs = Literal["on_policy", "recompute", "cached", "rollout"]
 RowKey = tuple[int, int]  # (rollout, row)
 
 
-def _empty_index() -> np.ndarray:
-    return np.zeros(0, dtype=np.int64)
-
-
-def _no_flags() -> np.ndarray:
-    return np.zeros(0, dtype=bool)
-
-
-def ragged(starts: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the indices of the elements of some stretches of a flat array, one stretch after another.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Tokenised prompt, with the data set columns that its reward functions need.
 
     Args:
-        starts: First element of each stretch, int64 [n].
-        counts: Elements of each stretch, int64 [n].
-        index: Stretches to select, int64 [k].
-    """
-    chosen = counts[index]
-    ends = np.cumsum(chosen)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[index] - ends + chosen, chosen)
-
-
-class SamplingMask(NamedTuple):
-    """Token IDs that survived top-k/top-p/min-p filtering at each of n positions, in CSR layout.
-
-    Each row includes the sampled token itself. An empty row means no filtering: the token was sampled from the whole vocabulary.
-
-    Attributes:
-        at: Offset of each position's row in `ids`, [n + 1].
-        ids: Token IDs of all rows, concatenated; [m].
+        number: Index in the run's stream of prompts, from 0, over all epochs: the number that `plan` prints.
+        row: Row in the data set.
+        raw: The prompt as in the data set: a string, or chat messages.
+        columns: Every other column of the row, by name.
+        images: (index in token_ids, image).
     """
 
-    at: NDArray[np.int64]
-    ids: NDArray[np.int32]
-
-    @property
-    def counts(self) -> np.ndarray:
-        """Number of surviving token IDs at each position, int64 [n]."""
-        return np.diff(self.at)
-
-    @classmethod
-    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """Concatenate the masks of consecutive tokens.
-
-        Args:
-            parts: Masks in the order of the tokens.
-        """
-        counts = np.concatenate([np.zeros(1, dtype=np.int64), *(part.counts for part in parts)])
-        return cls(np.cumsum(counts), np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)]))
-
-    @classmethod
-    def unfiltered(cls, count: int) -> SamplingMask:
-        """Return the mask of `count` positions without filtering.
-
-        Args:
-            count: Number of positions.
-        """
-        return cls(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
-
-    def take(self, index: np.ndarray) -> SamplingMask:
-        """Select positions in the given order.
-
-        Args:
-            index: Positions to select, int [k].
-        """
-        at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts[index])])
-        return SamplingMask(at, self.ids[ragged(self.at[:-1], self.counts, index)])
-
-
-class SequenceLengths(NamedTuple):
-    """Lengths of a row, as needed for packing. Rows of one group begin with the same tokens.
-
-    Attributes:
-        contexts: Tokens of each context.
-        group: (rollout, prompt number); None if it shares with none.
-        prefix: Computed tokens that every context of the group begins with, as far as it is known.
-    """
-
-    contexts: tuple[int, ...]
-    group: tuple[int, int] | None = None
-    prefix: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowLengths:
-    """Lengths of rows, as `SequenceLengths`: one array per field.
-
-    Args:
-        group: Number of the row's group, int64 [rows].
-        prefix: Tokens of the common prefix, int64 [rows].
-        num_contexts: Number of contexts of each row, int64 [rows].
-        contexts: Tokens of each context, row by row; int64 [contexts].
-    """
-
-    group: np.ndarray
-    prefix: np.ndarray
-    num_contexts: np.ndarray
-    contexts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.group)
-
-    @classmethod
-    def from_rows(cls, rows: RowLengths | Sequence[SequenceLengths]) -> RowLengths:
-        """Return the lengths of rows as arrays. A row that shares with none has a group to itself.
-
-        Args:
-            rows: Lengths of each row.
-        """
-        if isinstance(rows, RowLengths):
-            return rows
-        numbers: dict[object, int] = {}
-        names = [-1 - i if row.group is None else row.group for i, row in enumerate(rows)]
-        return cls(
-            group=np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64),
-            prefix=np.array([row.prefix for row in rows], dtype=np.int64),
-            num_contexts=np.array([len(row.contexts) for row in rows], dtype=np.int64),
-            contexts=np.array([tokens for row in rows for tokens in row.contexts], dtype=np.int64),
-        )
-
-    def take(self, index: np.ndarray) -> RowLengths:
-        """Select rows in the given order.
-
-        Args:
-            index: Rows to select, int64 [k].
-        """
-        contexts = self.contexts[ragged(np.cumsum(self.num_contexts) - self.num_contexts, self.num_contexts, index)]
-        return RowLengths(self.group[index], self.prefix[index], self.num_contexts[index], contexts)
-
-
-class TokensToScore(NamedTuple):
-    """Tokens to score from index `first` on, each given all tokens before it."""
-
-    ids: tuple[int, ...]
-    first: int
+    number: int
+    row: int
+    raw: str | Sequence[Mapping[str, Any]]
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any]
+    images: tuple[tuple[int, Image], ...] = ()
 
 
 class Image(Protocol):
@@ -179,26 +65,6 @@ class Image(Protocol):
 
     def data(self) -> bytes:
         """Return the bytes of the image file, which the sampler decodes itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """Tokenised prompt, with the data set columns that its reward functions need.
-
-    Args:
-        number: Index in the run's stream of prompts, from 0, over all epochs: the number that `plan` prints.
-        row: Row in the data set.
-        raw: The prompt as in the data set: a string, or chat messages.
-        columns: Every other column of the row, by name.
-        images: (index in token_ids, image).
-    """
-
-    number: int
-    row: int
-    raw: str | Sequence[Mapping[str, Any]]
-    token_ids: tuple[int, ...]
-    columns: Mapping[str, Any]
-    images: tuple[tuple[int, Image], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -266,74 +132,6 @@ class TokenSequence:
         return spread
 
 
-def make_sequence(tokens: Sequence[int], images: tuple[tuple[int, Image], ...] = ()) -> TokenSequence:
-    """Return a sequence of one context in which every token but the first is scored.
-
-    Args:
-        tokens: Token IDs, [T].
-        images: (index in tokens, image) of each image, ascending.
-    """
-    token_ids = np.asarray(tokens, dtype=np.int64)
-    return TokenSequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, images=images)
-
-
-FAULTS = ("error", "timeout", "invalid")  # finish reasons of an episode whose environment failed: it has no reward and trains nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTurn:
-    """One sampled turn of an episode.
-
-    Args:
-        token_ids: Token IDs, including the one that ended it.
-        is_cut: Whether it was truncated at max_tokens.
-        version: Version of the weights.
-        sampling_mask: The sampling mask, where it is returned.
-        text: Text of the completion that it ends, from rollout servers.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    is_cut: bool
-    version: int
-    sampling_mask: SamplingMask | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeNumbers:
-    """Numbers of an episode that every rank knows, besides those of any completion.
-
-    Args:
-        finish_reason: Finish reason: "done", "max_turns", "length", "max_seconds" (agents alone), or one of FAULTS.
-        seconds: Seconds spent in its environment.
-        metrics: Metrics of the environment, summed over its turns.
-        fault: Description of the environment's failure, if it failed.
-    """
-
-    finish_reason: str
-    num_turns: int
-    seconds: float
-    metrics: Mapping[str, float]
-    fault: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRecord:
-    """Messages and rewards of an episode, for reward functions and the completions table.
-
-    Args:
-        messages: All messages, the opening included.
-        num_opening: Number of messages that the first turn answers.
-        turn_rewards: Rewards of the environment by turn; None where it gave none.
-    """
-
-    numbers: EpisodeNumbers
-    messages: tuple[Mapping[str, Any], ...]
-    num_opening: int
-    turn_rewards: tuple[float | None, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """Sampled completion, together with the prompt that it answers.
@@ -382,103 +180,6 @@ class Completion:
     def is_failed(self) -> bool:
         """Whether its environment failed. No reward applies to it and nothing of it is trained; it still counts in N."""
         return self.finish_reason in FAULTS
-
-
-def make_completion(
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    *,
-    text: str,
-    finish_reason: str,
-    version: int,
-    spans: Sequence[tuple[int, int, int]] = (),
-    experts: np.ndarray | None = None,
-    images: tuple[tuple[int, Image], ...] = (),
-    sampling_mask: SamplingMask | None = None,
-) -> Completion:
-    """Build the completion for one answer to one prompt.
-
-    Args:
-        prompt_ids: Token IDs of the prompt.
-        token_ids: Sampled token IDs of the answer.
-        logprobs: The sampler's log-prob of each answer token, in nats.
-        spans: (weights version, begin, end) of its stretches, as indices into `token_ids`, if several versions sampled it.
-        experts: int16 [T, MoE layers, k], experts that the sampler chose for prompt and answer; None if not recorded.
-        images: (index in the sequence, image) of each image in the prompt.
-        sampling_mask: Sampling mask of the answer tokens; None without filtering.
-
-    Raises:
-        ValueError: `token_ids` and `logprobs` differ in length.
-    """
-    if len(token_ids) != len(logprobs):
-        raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
-    opening = len(prompt_ids)
-    tokens = np.array([*prompt_ids, *token_ids], dtype=np.int64)
-    values = np.zeros(len(tokens), dtype=np.float32)
-    values[opening:] = logprobs
-    return Completion(
-        sequence=TokenSequence(
-            token_ids=tokens,
-            mask=np.arange(len(tokens)) >= opening,
-            images=images,
-            experts=experts,
-            mask_offsets=None if sampling_mask is None else sampling_mask.at,
-            mask_ids=None if sampling_mask is None else sampling_mask.ids,
-        ),
-        logprobs=values,
-        text=text,
-        finish_reason=finish_reason,
-        versions=tuple((by, opening + begin, opening + end) for by, begin, end in spans) or ((version, opening, len(tokens)),),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartialCompletion:
-    """Sampled tokens of a completion that was interrupted by a weight sync, or that has ended before its group was complete.
-
-    It consists of parts, each sampled by one request: a later part has the earlier ones in its prompt, and computes them anew.
-
-    Args:
-        place: Index in its group.
-        token_ids: Token IDs, int64 [n]; without the prompt.
-        logprobs: Log-prob of each token, float32 [n]; of each token by the weights that sampled it.
-        versions: Weights version of each part, ascending.
-        starts: Index of the first token of each part.
-        finish_reason: "stop" or "length"; empty while it is unfinished.
-        mask_offsets: Sampling mask of the n tokens, as in `TokenSequence`.
-        text: Text of an ended completion from rollout servers; elsewhere it is made from the tokens.
-    """
-
-    prompt_number: int
-    place: int
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    versions: tuple[int, ...]
-    starts: tuple[int, ...]
-    finish_reason: str = ""
-    mask_offsets: np.ndarray | None = None
-    mask_ids: np.ndarray | None = None
-    text: str = ""
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """(prompt number, index in its group)."""
-        return self.prompt_number, self.place
-
-    @property
-    def sampling_mask(self) -> SamplingMask | None:
-        """Sampling mask of its tokens, or None without filtering."""
-        return None if self.mask_offsets is None or self.mask_ids is None else SamplingMask(self.mask_offsets, self.mask_ids)
-
-    @property
-    def parts(self) -> tuple[tuple[int, int, int], ...]:
-        """(weights version, begin, end) of each part, as indices of its tokens."""
-        return tuple(zip(self.versions, self.starts, (*self.starts[1:], len(self.token_ids)), strict=True))
-
-    def num_sampled_by(self, version: int) -> int:
-        """Return the number of its tokens that a version sampled."""
-        return sum(end - begin for by, begin, end in self.parts if by == version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -570,29 +271,6 @@ class GroupMetadata:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicSamplingResult:
-    """Scored groups of one rollout, in the order of their prompt numbers, and statistics of their sampling.
-
-    Args:
-        sampled: All groups that were sampled and scored, kept or not.
-        num_rounds: Number of rounds: 1, plus one for each time zero-std groups were replaced.
-        num_zero_std_dropped: Zero-std groups that were dropped; their prompts count as used.
-        num_given_back: Prompts returned to the stream, because there were more usable groups than needed.
-    """
-
-    kept: list[GroupMetadata]
-    sampled: list[GroupMetadata]
-    num_rounds: int
-    num_zero_std_dropped: int
-    num_given_back: int
-
-    @property
-    def num_prompts(self) -> int:
-        """Prompts taken from the stream, less those given back."""
-        return len(self.sampled) - self.num_given_back
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample(TokenSequence):
     """Trainable sequence: its tokens, its advantage, and the weights that sampled it.
@@ -645,20 +323,6 @@ class Sample(TokenSequence):
         return SampleWithOldLogprobs(**values, old_logprobs=logprobs, old_logprobs_from=by)
 
 
-def tokens_by_version(spans: Iterable[Sequence[int]]) -> dict[str, np.ndarray]:
-    """Return the columns `num_stretches` and `stretches` of `TrainingRows`.
-
-    Args:
-        spans: Of each row, version, begin, end of each stretch, one after another; empty if all its tokens are of one version.
-    """
-    arrays = [np.array(row_spans, dtype=np.int64).reshape(-1, 3) for row_spans in spans]
-    all_spans = np.concatenate([np.zeros((0, 3), dtype=np.int64), *arrays])
-    return {
-        "num_stretches": np.array([len(array) for array in arrays], dtype=np.int64),
-        "stretches": np.stack([all_spans[:, 0], all_spans[:, 2] - all_spans[:, 1]], axis=1),
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleWithOldLogprobs(Sample):
     """Sample with the old log-probs of its importance ratio. A stale `Sample` without them cannot be collated.
@@ -685,6 +349,14 @@ class SampleWithOldLogprobs(Sample):
 
 # Fields that `Sample` and `TrainingRows` share.
 SHARED_FIELDS = ("rollout", "row", "prompt_number", "version", "on_policy_version", "prefix", "is_zero_std", "is_truncated")
+
+
+def _empty_index() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
+def _no_flags() -> np.ndarray:
+    return np.zeros(0, dtype=bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -797,6 +469,20 @@ class TrainingRows:
         return index
 
 
+def tokens_by_version(spans: Iterable[Sequence[int]]) -> dict[str, np.ndarray]:
+    """Return the columns `num_stretches` and `stretches` of `TrainingRows`.
+
+    Args:
+        spans: Of each row, version, begin, end of each stretch, one after another; empty if all its tokens are of one version.
+    """
+    arrays = [np.array(row_spans, dtype=np.int64).reshape(-1, 3) for row_spans in spans]
+    all_spans = np.concatenate([np.zeros((0, 3), dtype=np.int64), *arrays])
+    return {
+        "num_stretches": np.array([len(array) for array in arrays], dtype=np.int64),
+        "stretches": np.stack([all_spans[:, 0], all_spans[:, 2] - all_spans[:, 1]], axis=1),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """Rows of one rollout of the training schedule.
@@ -811,23 +497,6 @@ class Rollout:
     rows: TrainingRows
     samples: Mapping[RowKey, Sample]
     num_prompts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Stretch of the packed stream that attends causally to itself, and to all of its parent if it has one.
-
-    Args:
-        start: First token, as an index into the whole stream (before context parallelism splits it).
-        end: One past the last token, alignment padding included.
-        parent: Index of a segment that has no parent, or -1.
-        length: Number of tokens before the alignment padding, which children do not attend to; 0 is a segment of padding.
-    """
-
-    start: int
-    end: int
-    parent: int = -1
-    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -899,6 +568,23 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Number of tokens in the stream, alignment padding included."""
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Stretch of the packed stream that attends causally to itself, and to all of its parent if it has one.
+
+    Args:
+        start: First token, as an index into the whole stream (before context parallelism splits it).
+        end: One past the last token, alignment padding included.
+        parent: Index of a segment that has no parent, or -1.
+        length: Number of tokens before the alignment padding, which children do not attend to; 0 is a segment of padding.
+    """
+
+    start: int
+    end: int
+    parent: int = -1
+    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -1027,3 +713,40 @@ class Progress:
     def after(self, batch: GlobalBatch) -> Progress:
         """Return the progress one optimizer step later, with the tokens of its batch."""
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + batch.num_tokens)
+
+
+FAULTS = ("error", "timeout", "invalid")  # finish reasons of an episode whose environment failed: it has no reward and trains nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """Messages and rewards of an episode, for reward functions and the completions table.
+
+    Args:
+        messages: All messages, the opening included.
+        num_opening: Number of messages that the first turn answers.
+        turn_rewards: Rewards of the environment by turn; None where it gave none.
+    """
+
+    numbers: EpisodeNumbers
+    messages: tuple[Mapping[str, Any], ...]
+    num_opening: int
+    turn_rewards: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeNumbers:
+    """Numbers of an episode that every rank knows, besides those of any completion.
+
+    Args:
+        finish_reason: Finish reason: "done", "max_turns", "length", "max_seconds" (agents alone), or one of FAULTS.
+        seconds: Seconds spent in its environment.
+        metrics: Metrics of the environment, summed over its turns.
+        fault: Description of the environment's failure, if it failed.
+    """
+
+    finish_reason: str
+    num_turns: int
+    seconds: float
+    metrics: Mapping[str, float]
+    fault: str = ""

@@ -20,7 +20,7 @@ from megatron_grpo.run.config.rules.policy import attention_channels, sharing_ob
 from megatron_grpo.run.config.settings import Config
 
 if TYPE_CHECKING:
-    from megatron_grpo.core.types import SequenceLengths
+    from megatron_grpo.core.arrays import SequenceLengths
 
 Lengths = Sequence[tuple[int, int]]  # (prompt, completion) in tokens
 LEAST_SAVING = 1 / 16  # of a group's tokens; on a CPU, sharing that saved less was slower than recomputing them
@@ -188,7 +188,7 @@ def convert_lengths(pairs: Sequence[tuple[int, int]], num_generations: int) -> l
         pairs: (prompt, completion) lengths in tokens.
         num_generations: Rows per group. Consecutive rows with one prompt length form a group.
     """
-    from megatron_grpo.core.types import SequenceLengths  # needs NumPy, which plan imports only for them
+    from megatron_grpo.core.arrays import SequenceLengths  # needs NumPy, which plan imports only for them
 
     lengths = []
     for begin in range(0, len(pairs), num_generations):

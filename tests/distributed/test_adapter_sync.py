@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_grpo.core.rollout.probes import make_sequence
 from megatron_grpo.core.settings import ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
-from megatron_grpo.core.types import make_sequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync, make_lora_settings
 from megatron_grpo.core.weights.shape import ModelShape

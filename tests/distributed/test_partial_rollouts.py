@@ -126,7 +126,7 @@ def whole_run(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
 @pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.9, "returns_sampling_mask": True}], ids=["whole vocabulary", "top-k"])
 def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_file_bit_for_bit(model, tmp_path, cut):
     def body(rank, world_size):
-        from megatron_grpo.core.types import PartialCompletion
+        from megatron_grpo.core.rollout.engine import PartialCompletion
         from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
 
         sampling = settings(temperature=0.8, **cut)

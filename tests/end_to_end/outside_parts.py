@@ -8,7 +8,8 @@ import numpy as np
 
 from megatron_grpo import cli
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.types import Group, make_completion
+from megatron_grpo.core.rollout.engine import make_completion
+from megatron_grpo.core.types import Group
 
 LOGPROB = -4.0  # of every token, by the reference
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.core.types import Completion, Prompt, Sample, make_completion
+from megatron_grpo.core.rollout.engine import make_completion
+from megatron_grpo.core.types import Completion, Prompt, Sample
 
 LONGEST = 8  # tokens of a completion
 

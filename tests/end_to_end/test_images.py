@@ -49,7 +49,9 @@ def train(rank, world_size, flags, killed_after=None):
     from transformers import AutoModelForImageTextToText
 
     from megatron_grpo.cli import main
-    from megatron_grpo.core.types import SamplingMask, TokenSequence, make_completion
+    from megatron_grpo.core.arrays import SamplingMask
+    from megatron_grpo.core.rollout.engine import make_completion
+    from megatron_grpo.core.types import TokenSequence
     from tests.scripted_engine import ScriptedEngine
     from tests.vision_cases import logits_of
 

@@ -92,7 +92,7 @@ def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
 
 def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags: list[str]) -> int:
     from megatron_grpo.cli import main
-    from megatron_grpo.core.types import make_completion
+    from megatron_grpo.core.rollout.engine import make_completion
     from tests.scripted_engine import ScriptedEngine
 
     def answer(prompt, place, version):

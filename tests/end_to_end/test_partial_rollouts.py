@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_grpo.core.base.errors import CancelledError
-from megatron_grpo.core.types import PartialCompletion
+from megatron_grpo.core.rollout.engine import PartialCompletion
 from megatron_grpo.run.checkpoint.samples import read_samples
 from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
 from tests.end_to_end.test_many_steps import get_weights

@@ -14,7 +14,8 @@ from PIL import Image, ImageDraw
 from megatron_grpo import score
 from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.core.base.errors import RewardError
-from megatron_grpo.core.types import Group, Prompt, make_completion
+from megatron_grpo.core.rollout.engine import make_completion
+from megatron_grpo.core.types import Group, Prompt
 from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
 from megatron_grpo.plugins.environments.rollout_func_output import TokenLimits, completion_requests, convert_completions

@@ -39,7 +39,7 @@ def tell(what: str, **more) -> None:
 def engine(cfg, inputs, parallel):
     import numpy as np
 
-    from megatron_grpo.core.types import make_completion
+    from megatron_grpo.core.rollout.engine import make_completion
     from tests.scripted_engine import ScriptedEngine
 
     def answer(prompt, place, version):

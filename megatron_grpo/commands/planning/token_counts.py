@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_grpo.commands.planning.summary import bubble_fraction
+from megatron_grpo.core.arrays import SequenceLengths
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.prefix_groups import Alignment, num_tokens
 from megatron_grpo.core.batching.split import BatchPartitioner, MicroBatchSpec, partition_padded
 from megatron_grpo.core.parallel.layout import sequence_alignment
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
-from megatron_grpo.core.types import SequenceLengths
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.sharing import Lengths, convert_lengths
 

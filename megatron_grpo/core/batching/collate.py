@@ -12,18 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.batching.prefix_groups import FREE, Alignment, ContextSpan, PrefixGroup, common_prefix, list_contexts, num_shared
 from megatron_grpo.core.batching.split import MicroBatchSpec
-from megatron_grpo.core.types import (
-    Image,
-    MicroBatch,
-    Sample,
-    SampleWithOldLogprobs,
-    SamplingMask,
-    Segment,
-    TokenSequence,
-    TrainingMicroBatch,
-)
+from megatron_grpo.core.types import Image, MicroBatch, Sample, SampleWithOldLogprobs, Segment, TokenSequence, TrainingMicroBatch
 
 PlacedImages = tuple[tuple[int, Image], ...]  # (index of the first token, image), ascending
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.core.types import ragged
+from megatron_grpo.core.arrays import ragged
 
 # Largest gap, in tokens, that the last two sequences may leave in a micro-batch before one that merely fits is taken.
 MOST_GAPS_TRIED = 8

@@ -14,8 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from megatron_grpo.core.arrays import RowLengths, SequenceLengths, ragged
 from megatron_grpo.core.batching.pack import PackedRows, pack, segment_sums
-from megatron_grpo.core.types import Completion, RowLengths, SequenceLengths, TokenSequence, ragged
+from megatron_grpo.core.types import Completion, TokenSequence
 
 TokenCount = TypeVar("TokenCount", int, np.ndarray)
 # A group is split into pieces that cost at most total / (dp_size * multiple * n), for each n until ranks are even.

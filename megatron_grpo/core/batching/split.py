@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.core.arrays import RowLengths, SequenceLengths, ragged
 from megatron_grpo.core.batching.batch_sizes import SCORED_TOKENS
 from megatron_grpo.core.batching.pack import PackedRows
 from megatron_grpo.core.batching.prefix_groups import Alignment, PrefixGroup, RowColumns, pack_groups
-from megatron_grpo.core.types import RowLengths, SequenceLengths, ragged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+from megatron_grpo.core.arrays import SequenceLengths
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.batching.collate import collate_specs
 from megatron_grpo.core.batching.split import BatchPartitioner, partition_for_scoring
@@ -24,7 +25,7 @@ from megatron_grpo.core.parallel.vocab import Slope
 from megatron_grpo.core.policy.memory_offload import require_on_device
 from megatron_grpo.core.policy.packed_batch import LocalBatch, to_local
 from megatron_grpo.core.policy.router import RouterReplayPass, routers, routers_replay
-from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, SequenceLengths, TokenSequence, TrainingMicroBatch
+from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, TokenSequence, TrainingMicroBatch
 
 # (micro-batch, this rank's part of it) -> derivative of the loss that the head may use before the loss is computed; None if there is none.
 SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]

@@ -25,7 +25,7 @@ from megatron_grpo.core.base.errors import CancelledError, ConfigError, Problem,
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout import vllm_patches, vllm_requests
-from megatron_grpo.core.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.core.rollout.engine import PartialCompletion, SamplingSettings, WeightSyncError, make_completion, prompt_seed
 from megatron_grpo.core.rollout.experts import ExpertLayers, collect_group_experts, completion_routes
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import (
@@ -41,7 +41,7 @@ from megatron_grpo.core.rollout.turns import (
 from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.core.rollout.vllm_weights import AdapterSlot, WeightLoader, copy_buffers, missing_sentence, refuse_changed
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, TokenSequence, make_completion
+from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync
 

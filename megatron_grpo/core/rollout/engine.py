@@ -12,9 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.rollout.sampling_mask import list_sampling_fields, max_mask_tokens, samples_from_part
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.core.types import Group, PartialCompletion, Prompt, TokenSequence
+from megatron_grpo.core.types import Completion, Group, Image, Prompt, TokenSequence
 from megatron_grpo.core.weights.buckets import WeightUpdate
 
 # Completion i of a prompt is sampled with the prompt's seed + i (vLLM's rule), so the seeds of prompts are this far apart.
@@ -96,6 +99,123 @@ def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
     offset = int.from_bytes(hashlib.blake2b(str(run_seed).encode(), digest_size=4).digest(), "big")
     gap = SEEDS_PER_PROMPT * -(-n // SEEDS_PER_PROMPT)
     return (offset + prompt_number * gap) % 2**32
+
+
+def make_completion(
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    text: str,
+    finish_reason: str,
+    version: int,
+    spans: Sequence[tuple[int, int, int]] = (),
+    experts: np.ndarray | None = None,
+    images: tuple[tuple[int, Image], ...] = (),
+    sampling_mask: SamplingMask | None = None,
+) -> Completion:
+    """Build the completion for one answer to one prompt.
+
+    Args:
+        prompt_ids: Token IDs of the prompt.
+        token_ids: Sampled token IDs of the answer.
+        logprobs: The sampler's log-prob of each answer token, in nats.
+        spans: (weights version, begin, end) of its stretches, as indices into `token_ids`, if several versions sampled it.
+        experts: int16 [T, MoE layers, k], experts that the sampler chose for prompt and answer; None if not recorded.
+        images: (index in the sequence, image) of each image in the prompt.
+        sampling_mask: Sampling mask of the answer tokens; None without filtering.
+
+    Raises:
+        ValueError: `token_ids` and `logprobs` differ in length.
+    """
+    if len(token_ids) != len(logprobs):
+        raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
+    opening = len(prompt_ids)
+    tokens = np.array([*prompt_ids, *token_ids], dtype=np.int64)
+    values = np.zeros(len(tokens), dtype=np.float32)
+    values[opening:] = logprobs
+    return Completion(
+        sequence=TokenSequence(
+            token_ids=tokens,
+            mask=np.arange(len(tokens)) >= opening,
+            images=images,
+            experts=experts,
+            mask_offsets=None if sampling_mask is None else sampling_mask.at,
+            mask_ids=None if sampling_mask is None else sampling_mask.ids,
+        ),
+        logprobs=values,
+        text=text,
+        finish_reason=finish_reason,
+        versions=tuple((by, opening + begin, opening + end) for by, begin, end in spans) or ((version, opening, len(tokens)),),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """One sampled turn of an episode.
+
+    Args:
+        token_ids: Token IDs, including the one that ended it.
+        is_cut: Whether it was truncated at max_tokens.
+        version: Version of the weights.
+        sampling_mask: The sampling mask, where it is returned.
+        text: Text of the completion that it ends, from rollout servers.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    is_cut: bool
+    version: int
+    sampling_mask: SamplingMask | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialCompletion:
+    """Sampled tokens of a completion that was interrupted by a weight sync, or that has ended before its group was complete.
+
+    It consists of parts, each sampled by one request: a later part has the earlier ones in its prompt, and computes them anew.
+
+    Args:
+        place: Index in its group.
+        token_ids: Token IDs, int64 [n]; without the prompt.
+        logprobs: Log-prob of each token, float32 [n]; of each token by the weights that sampled it.
+        versions: Weights version of each part, ascending.
+        starts: Index of the first token of each part.
+        finish_reason: "stop" or "length"; empty while it is unfinished.
+        mask_offsets: Sampling mask of the n tokens, as in `TokenSequence`.
+        text: Text of an ended completion from rollout servers; elsewhere it is made from the tokens.
+    """
+
+    prompt_number: int
+    place: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: tuple[int, ...]
+    starts: tuple[int, ...]
+    finish_reason: str = ""
+    mask_offsets: np.ndarray | None = None
+    mask_ids: np.ndarray | None = None
+    text: str = ""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(prompt number, index in its group)."""
+        return self.prompt_number, self.place
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """Sampling mask of its tokens, or None without filtering."""
+        return None if self.mask_offsets is None or self.mask_ids is None else SamplingMask(self.mask_offsets, self.mask_ids)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(weights version, begin, end) of each part, as indices of its tokens."""
+        return tuple(zip(self.versions, self.starts, (*self.starts[1:], len(self.token_ids)), strict=True))
+
+    def num_sampled_by(self, version: int) -> int:
+        """Return the number of its tokens that a version sampled."""
+        return sum(end - begin for by, begin, end in self.parts if by == version)
 
 
 class Sampler(Protocol):

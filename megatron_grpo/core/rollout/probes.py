@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.core.images import ORIENTATION, compute_image_key, decode_image
-from megatron_grpo.core.types import TokenSequence, make_sequence
+from megatron_grpo.core.types import Image, TokenSequence
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import Grid, ImageProcessorSpec
@@ -68,6 +69,17 @@ class ProbeImage:
 
     def patches(self) -> np.ndarray:
         return self._patches
+
+
+def make_sequence(tokens: Sequence[int], images: tuple[tuple[int, Image], ...] = ()) -> TokenSequence:
+    """Return a sequence of one context in which every token but the first is scored.
+
+    Args:
+        tokens: Token IDs, [T].
+        images: (index in tokens, image) of each image, ascending.
+    """
+    token_ids = np.asarray(tokens, dtype=np.int64)
+    return TokenSequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, images=images)
 
 
 def probe_sequences(

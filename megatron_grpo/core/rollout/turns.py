@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings, prompt_seed
-from megatron_grpo.core.types import Group, PartialCompletion, Prompt, SampledTurn
+from megatron_grpo.core.rollout.engine import PartialCompletion, SampledTurn, Sampler, SamplingSettings, prompt_seed
+from megatron_grpo.core.types import Group, Prompt
 
 Key = tuple[int, int]  # (prompt number, index in its group)
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.images import ImageProcessorSpec, collapse_image_tokens, decode_image, num_tokens
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.sampling_mask import FIELD, MOST, TIES
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.core.types import Image, SamplingMask
+from megatron_grpo.core.types import Image
 from megatron_grpo.core.weights.lora import LoraSync
 
 

@@ -23,11 +23,10 @@ from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.sample_buffer import DistributedRows, deliver, local_samples, score_rows, without_experts
-from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo, ScoredRollout, check_failures
+from megatron_grpo.core.trainer.scored_rollout import DynamicSamplingResult, PartialRolloutInfo, ScoredRollout, check_failures
 from megatron_grpo.core.types import (
     SHARED_FIELDS,
     Completion,
-    DynamicSamplingResult,
     GroupMetadata,
     Prompt,
     Rollout,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_grpo.core.arrays import ragged
 from megatron_grpo.core.batching.collate import collate_samples, collate_specs
 from megatron_grpo.core.batching.prefix_groups import FREE
 from megatron_grpo.core.batching.schedule import ScheduledStep
@@ -21,7 +22,7 @@ from megatron_grpo.core.grpo.loss import TokenWeights
 from megatron_grpo.core.grpo.zero_gradient import RowKind, has_zero_gradient
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.types import GlobalBatch, MicroBatch, Rollout, RowKey, Sample, TrainingRows, ragged
+from megatron_grpo.core.types import GlobalBatch, MicroBatch, Rollout, RowKey, Sample, TrainingRows
 
 if TYPE_CHECKING:
     from megatron_grpo.core.policy.passes import ModelScorer

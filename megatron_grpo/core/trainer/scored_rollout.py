@@ -12,7 +12,30 @@ import numpy as np
 from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.grpo.advantages import Advantages
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.types import FAULTS, DynamicSamplingResult, Group, GroupMetadata, ScoredGroup
+from megatron_grpo.core.types import FAULTS, Group, GroupMetadata, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSamplingResult:
+    """Scored groups of one rollout, in the order of their prompt numbers, and statistics of their sampling.
+
+    Args:
+        sampled: All groups that were sampled and scored, kept or not.
+        num_rounds: Number of rounds: 1, plus one for each time zero-std groups were replaced.
+        num_zero_std_dropped: Zero-std groups that were dropped; their prompts count as used.
+        num_given_back: Prompts returned to the stream, because there were more usable groups than needed.
+    """
+
+    kept: list[GroupMetadata]
+    sampled: list[GroupMetadata]
+    num_rounds: int
+    num_zero_std_dropped: int
+    num_given_back: int
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts taken from the stream, less those given back."""
+        return len(self.sampled) - self.num_given_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

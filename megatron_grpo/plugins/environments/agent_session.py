@@ -20,8 +20,8 @@ import numpy as np
 
 from megatron_grpo.core.base.errors import one_line
 from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.core.rollout.engine import SampledTurn
 from megatron_grpo.core.rollout.turns import Key
-from megatron_grpo.core.types import SampledTurn
 from megatron_grpo.plugins.environments.protocol import Message
 from megatron_grpo.plugins.environments.tools import MARKS, ReadCalls
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate, History, Session, SessionTurn

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import describe_exception
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, TurnEngine
-from megatron_grpo.core.types import FAULTS, Completion, Group, Prompt, SampledTurn
+from megatron_grpo.core.types import FAULTS, Completion, Group, Prompt
 from megatron_grpo.plugins.environments.agent_app import AgentCall, AgentServer, EndpointAddress
 from megatron_grpo.plugins.environments.agent_programs import (
     SECONDS_TO_TERMINATE,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
 from megatron_grpo.core.rollout.turns import Key
-from megatron_grpo.core.types import FAULTS, Group, Prompt, SampledTurn
+from megatron_grpo.core.types import FAULTS, Group, Prompt
 from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
 from megatron_grpo.plugins.environments.agents import AgentLoop, AgentRunnerFactory
 from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo.core.base.errors import one_line
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, TurnEngine, request_seed
-from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
+from megatron_grpo.core.types import Completion, Group, Prompt
 from megatron_grpo.plugins.environments.loading import make_template
 from megatron_grpo.plugins.environments.players import Episode, EpisodeLoopFactory, EpisodeLoopSampler, RequestLoop, TurnRequest
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output

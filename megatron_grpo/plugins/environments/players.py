@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from megatron_grpo.core.base import activity
-from megatron_grpo.core.rollout.engine import SamplingSettings, WeightsLostError
+from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings, WeightsLostError
 from megatron_grpo.core.rollout.turns import Key, TurnEngine, TurnSampler
-from megatron_grpo.core.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt, SampledTurn
+from megatron_grpo.core.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
 from megatron_grpo.plugins.environments.protocol import Message
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate, TokenizedTrajectory
 from megatron_grpo.plugins.environments.workers import LINGER, MOST_LINGERED

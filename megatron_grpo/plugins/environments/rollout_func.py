@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import RunError, describe_exception
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
 from megatron_grpo.core.rollout.turns import TurnEngine, request_seed
-from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
+from megatron_grpo.core.types import Completion, Group, Prompt
 from megatron_grpo.plugins.environments.players import EpisodeLoopSampler, RequestLoop, TurnRequest
 from megatron_grpo.plugins.environments.rollout_func_output import (
     CompletionRequest,

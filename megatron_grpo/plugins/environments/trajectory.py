@@ -16,7 +16,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_grpo.core.types import SampledTurn, SamplingMask, TokenSequence
+from megatron_grpo.core.arrays import SamplingMask
+from megatron_grpo.core.rollout.engine import SampledTurn
+from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.plugins.environments.protocol import Message
 from megatron_grpo.run.data.chat import SpecialTokens, clock_options
 

@@ -14,12 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import SamplingSettings, prompt_seed
+from megatron_grpo.core.rollout.engine import PartialCompletion, SampledTurn, SamplingSettings, make_completion, prompt_seed
 from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, EngineAssignment, Key, hash_seed
-from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, SampledTurn, SamplingMask, make_completion
+from megatron_grpo.core.types import Completion, Group, Prompt
 
 # Engine steps between two agreements whether all engines have the groups that the trainer waits for: interruptions are multiples of it.
 STEPS_BETWEEN_AGREEMENTS = 16

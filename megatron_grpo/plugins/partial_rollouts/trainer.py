@@ -17,9 +17,9 @@ import numpy as np
 
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import Engine, InterruptibleSampler, SamplingSettings, WeightSyncError
+from megatron_grpo.core.rollout.engine import Engine, InterruptibleSampler, PartialCompletion, SamplingSettings, WeightSyncError
 from megatron_grpo.core.trainer.weight_sync import BFLOAT16_MEAN, FLOAT32_MAX
-from megatron_grpo.core.types import Group, PartialCompletion, Prompt, TokenSequence
+from megatron_grpo.core.types import Group, Prompt, TokenSequence
 from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 from megatron_grpo.run.config.settings import Config
 

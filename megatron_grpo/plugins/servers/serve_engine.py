@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.base.errors import ConfigError, config_error
 from megatron_grpo.core.images import ImageProcessorSpec, decode_image
 from megatron_grpo.core.rollout import vllm_patches, vllm_requests
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.experts import ExpertLayers, completion_routes
-from megatron_grpo.core.types import SamplingMask
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.serve_settings import ServeSettings

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import PartialCompletion, SampledTurn, SamplingSettings
 from megatron_grpo.core.rollout.turns import EngineAssignment, Key
-from megatron_grpo.core.types import Group, PartialCompletion, Prompt, SampledTurn
+from megatron_grpo.core.types import Group, Prompt
 from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import ServerRefusedError, start_coroutine

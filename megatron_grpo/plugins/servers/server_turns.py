@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from megatron_grpo.core.base.errors import RunError
+from megatron_grpo.core.rollout.engine import SampledTurn
 from megatron_grpo.core.rollout.turns import Key
-from megatron_grpo.core.types import SampledTurn
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import start_coroutine
 from megatron_grpo.plugins.servers.requests import MOST_DEATHS, generate

@@ -22,11 +22,19 @@ from megatron_grpo.core.base.errors import CancelledError, ConfigError, NoRollou
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSettings, WeightsLostError, WeightSyncError, prompt_seed
+from megatron_grpo.core.rollout.engine import (
+    PartialCompletion,
+    ReceiverChangedError,
+    SamplingSettings,
+    WeightsLostError,
+    WeightSyncError,
+    make_completion,
+    prompt_seed,
+)
 from megatron_grpo.core.rollout.experts import InvalidRoutingError, collect_group_experts
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import SECONDS_BETWEEN_LOOKS, EpisodeLoop, Key, wait_together
-from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, TokenSequence, make_completion
+from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.plugins.servers import wire

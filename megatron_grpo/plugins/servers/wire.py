@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.base.errors import one_line
-from megatron_grpo.core.types import SamplingMask
 
 INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; the response is 409 if another one owns it now
 AUTHORIZATION = "Authorization"  # header: "Bearer <token>"

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megatron_grpo.core.base import activity, launcher
 from megatron_grpo.core.base.errors import ConfigError, NoRolloutServerError, Problem, RunError, config_error, problem_with
-from megatron_grpo.core.types import TokensToScore
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.addresses import read_token, teacher_addresses
@@ -32,6 +31,13 @@ if TYPE_CHECKING:
 
 FLAG = "teacher_model_server"
 LARGEST = 1e-3  # largest valid log-prob: 0 plus rounding error
+
+
+class TokensToScore(NamedTuple):
+    """Tokens to score from index `first` on, each given all tokens before it."""
+
+    ids: tuple[int, ...]
+    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

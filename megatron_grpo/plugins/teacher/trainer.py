@@ -21,9 +21,9 @@ from megatron_grpo.core.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import batch_partitioner
 from megatron_grpo.core.trainer.sample_buffer import DistributedRows, deliver, local_samples, score_rows, without_experts
-from megatron_grpo.core.types import RowKey, TokenSequence, TokensToScore
+from megatron_grpo.core.types import RowKey, TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup
+from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup, TokensToScore
 from megatron_grpo.run.assemble.policy import decide_sharing, frozen, prepare_model
 from megatron_grpo.run.checkpoint.fingerprints import TEACHER
 from megatron_grpo.run.config.settings import Config

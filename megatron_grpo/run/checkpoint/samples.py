@@ -19,7 +19,8 @@ import numpy as np
 
 from megatron_grpo import __version__
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.types import PartialCompletion, Sample
+from megatron_grpo.core.rollout.engine import PartialCompletion
+from megatron_grpo.core.types import Sample
 
 FORMAT = 2
 FOLDERS = {Sample: "pending", PartialCompletion: "partial"}  # base class of the samples -> folder in a checkpoint

@@ -13,9 +13,9 @@ from megatron_grpo.commands.analysis.args import read_mismatch_args
 from megatron_grpo.commands.analysis.mismatch import evenly_spaced, read_sampled_rows
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.rollout.engine import WeightSyncError
+from megatron_grpo.core.rollout.engine import WeightSyncError, make_completion
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
-from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence, make_completion
+from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.write import write_config
 from megatron_grpo.run.metrics.rollout import token_columns

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.core.arrays import SequenceLengths
 from megatron_grpo.core.batching.collate import collate
 from megatron_grpo.core.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, find_prefix, list_contexts
 from megatron_grpo.core.batching.split import BatchPartitioner, MicroBatchSpec, partition, partition_for_scoring, partition_padded
-from megatron_grpo.core.types import MicroBatch, Segment, SequenceLengths, TokenSequence, make_completion
+from megatron_grpo.core.rollout.engine import make_completion
+from megatron_grpo.core.types import MicroBatch, Segment, TokenSequence
 
 ANY_SAVING = 0.0
 

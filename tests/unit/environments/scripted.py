@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_grpo.core.types import Completion, Prompt, SampledTurn
+from megatron_grpo.core.rollout.engine import SampledTurn
+from megatron_grpo.core.types import Completion, Prompt
 from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
 from megatron_grpo.plugins.environments.protocol import Environment
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate

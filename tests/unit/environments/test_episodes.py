@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.trainer.scored_rollout import EnvironmentFailuresError, check_failures
-from megatron_grpo.core.types import (  # fmt: skip
+from megatron_grpo.core.types import (
     FAULTS,
     Completion,
     EpisodeNumbers,

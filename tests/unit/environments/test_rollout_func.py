@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError, RunError
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
 from megatron_grpo.core.rollout.turns import request_seed
-from megatron_grpo.core.types import Group, Prompt, SampledTurn
+from megatron_grpo.core.types import Group, Prompt
 from megatron_grpo.plugins.environments.loading import load_rollout_func
 from megatron_grpo.plugins.environments.rollout_func import RolloutFunc, RolloutFuncSampler
 from megatron_grpo.plugins.environments.rollout_func_output import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.core.types import SampledTurn, SamplingMask
+from megatron_grpo.core.arrays import SamplingMask
+from megatron_grpo.core.rollout.engine import SampledTurn
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate, SpecialTokenGuards, Trajectory
 from tests.chat_models import DROPS, TEMPLATE, THINKS, TRIMS, chat_tokenizer
 

@@ -20,8 +20,9 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.grpo.advantages import Advantages
-from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
-from megatron_grpo.core.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, make_completion
+from megatron_grpo.core.rollout.engine import make_completion
+from megatron_grpo.core.trainer.scored_rollout import DynamicSamplingResult, ScoredRollout
+from megatron_grpo.core.types import Group, GroupMetadata, Progress, Prompt, ScoredGroup
 from megatron_grpo.run.metrics import display
 from megatron_grpo.run.metrics.display import describe_phase
 from megatron_grpo.run.metrics.reporters import report_to_problems

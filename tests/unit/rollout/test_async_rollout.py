@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from megatron_grpo.core.rollout import turns
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SamplingSettings, make_completion
 from megatron_grpo.core.rollout.turns import wait_together
-from megatron_grpo.core.types import Prompt, make_completion
+from megatron_grpo.core.types import Prompt
 from tests.ranks import run_ranks
 from tests.scripted_engine import ScriptedEngine
 

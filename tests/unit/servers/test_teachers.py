@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from megatron_grpo.core.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.trainer.sample_buffer import DistributedRows
-from megatron_grpo.core.types import TokenSequence, TokensToScore, TrainingRows
+from megatron_grpo.core.types import TokenSequence, TrainingRows
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import Server
-from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup
+from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup, TokensToScore
 from megatron_grpo.plugins.teacher.trainer import ServedTeacher
 from megatron_grpo.run.config.settings import Config, EvalConfig, TurnsConfig
 from tests.small_server import TOKEN, Broken, SmallServer

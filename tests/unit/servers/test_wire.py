@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.core.types import SamplingMask
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.plugins.servers import wire
 
 _texts = st.text(max_size=20)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.core.rollout.engine import SamplingSettings, prompt_seed
-from megatron_grpo.core.types import Prompt, make_completion
+from megatron_grpo.core.rollout.engine import SamplingSettings, make_completion, prompt_seed
+from megatron_grpo.core.types import Prompt
 from megatron_grpo.run.config.evaluation import (
     SUM,
     EvalSampling,

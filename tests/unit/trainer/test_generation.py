@@ -8,14 +8,14 @@ import threading
 import numpy as np
 import pytest
 
-from megatron_grpo.core.rollout.engine import WeightsLostError, WeightSyncError
+from megatron_grpo.core.rollout.engine import WeightsLostError, WeightSyncError, make_completion
 from megatron_grpo.core.trainer.generation import (
     InvalidLogprobsError,
     exclude_invalid_logprobs,
     first_invalid_logprob,
     invalid_logprobs_warning,
 )
-from megatron_grpo.core.types import Group, Prompt, make_completion
+from megatron_grpo.core.types import Group, Prompt
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.trainer.test_rollouts import Stream, answer, build_generator

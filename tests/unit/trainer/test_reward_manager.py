@@ -8,7 +8,8 @@ import time
 import tracemalloc
 
 from megatron_grpo.core.base.errors import CancelledError, RewardError
-from megatron_grpo.core.types import Group, Prompt, make_completion
+from megatron_grpo.core.rollout.engine import make_completion
+from megatron_grpo.core.types import Group, Prompt
 from megatron_grpo.run.rewards.protocol import RewardFunction
 from megatron_grpo.run.rewards.reward_manager import RewardManager, as_batch
 from tests.ranks import run_ranks

@@ -7,11 +7,12 @@ import re
 import numpy as np
 import pytest
 
+from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.rollout.sampling_mask import TIES
 from megatron_grpo.core.rollout.vllm_requests import logprobs_and_mask, num_asked
 from megatron_grpo.core.trainer.generation import InvalidSamplingMaskError, check_sampling_mask
-from megatron_grpo.core.types import SamplingMask, TokenSequence
+from megatron_grpo.core.types import TokenSequence
 
 INF = -np.inf
 
