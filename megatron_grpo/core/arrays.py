@@ -31,7 +31,7 @@ class SamplingMask(NamedTuple):
 
     Each row includes the sampled token itself. An empty row means no filtering: the token was sampled from the whole vocabulary.
 
-    Attributes:
+    Args:
         at: Offset of each position's row in `ids`, [n + 1].
         ids: Token IDs of all rows, concatenated; [m].
     """
@@ -76,7 +76,7 @@ class SamplingMask(NamedTuple):
 class SequenceLengths(NamedTuple):
     """Lengths of a row, as needed for packing. Rows of one group begin with the same tokens.
 
-    Attributes:
+    Args:
         contexts: Tokens of each context.
         group: (rollout, prompt number); None if it shares with none.
         prefix: Computed tokens that every context of the group begins with, as far as it is known.

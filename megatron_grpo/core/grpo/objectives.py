@@ -210,7 +210,7 @@ def teacher_log_ratio(teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor
 class ImportanceWeights(NamedTuple):
     """Importance weights of the rollout correction.
 
-    Attributes:
+    Args:
         factors: [C].
         units: [C], weight of each factor in a mean: 1 per token, or 1/length where all tokens of a sequence share a factor.
     """
@@ -291,7 +291,7 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
 class ClassificationTerms(NamedTuple):
     """Classification terms of a token's sequence for `real`, see `classification`.
 
-    Attributes:
+    Args:
         value: The sequence's share of the loss, float64 [C].
         slope: Its derivative by the sequence's score, float64 [C].
     """
@@ -303,7 +303,7 @@ class ClassificationTerms(NamedTuple):
 class ObjectiveInputs(NamedTuple):
     """Inputs of an objective, for C trained positions.
 
-    Attributes:
+    Args:
         ratio: R, at the level of `importance_sampling_level`.
         old_logprobs: Constants.
         token_index: Token index in its row, from 0, untrained tokens counted; int64.
@@ -325,7 +325,7 @@ class ObjectiveInputs(NamedTuple):
 class PerTokenLoss(NamedTuple):
     """Loss of each trained position, and its clip decision.
 
-    Attributes:
+    Args:
         loss: [C].
         is_low: bool [C], whether the lower bound determined the loss (for the clip metrics).
         is_high: bool [C], whether the upper bound determined the loss.

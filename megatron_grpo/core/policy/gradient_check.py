@@ -126,7 +126,7 @@ class SkipCounter:
 class BadMicroBatch:
     """A micro-batch that produces a refused gradient when it is run alone.
 
-    Attributes:
+    Args:
         micro_batch: Its index among the micro-batches of its data-parallel rank.
         ranks: Ranks whose own part of its gradient is wrong, before any sum over ranks.
         norm: The largest norm of those parts.
@@ -146,7 +146,7 @@ class BadMicroBatch:
 class SkippedStep:
     """Reason why a step was skipped, and what produced its gradient.
 
-    Attributes:
+    Args:
         why: The reason, as a phrase.
         skips: Counts of skipped steps, this one included.
         ranks: Ranks whose own gradient was not finite, before any sum over ranks.
@@ -306,7 +306,7 @@ def each_alone(
 class _MicroBatchReport(NamedTuple):
     """Report of one rank about one micro-batch.
 
-    Attributes:
+    Args:
         norm: Norm of this rank's part of its gradient; infinite if it is not finite.
         micro_batch: Index of the micro-batch on its data-parallel rank.
         is_own: Whether something is wrong besides the gradients of experts, to which tokens of other ranks contribute.

@@ -40,7 +40,7 @@ Places = slice | torch.Tensor  # indices into a stream: a slice (no copy) if the
 class AttentionBlock:
     """Runs of queries, each with the run of keys that it attends to.
 
-    Attributes:
+    Args:
         queries: Indices into this rank's part of the stream, each once.
         keys: Indices into the keys of all context-parallel ranks, concatenated in rank order.
         is_causal: Causal runs have as many queries as keys, and a query attends to keys up to its own index. In other runs it attends to
@@ -71,7 +71,7 @@ class AttentionBlock:
 class RecurrenceStage(NamedTuple):
     """Segments whose recurrence starts together: first those without a parent, then the children.
 
-    Attributes:
+    Args:
         num_segments: Number of segments, the one with the most chunks first.
         steps: Bounds of runs of chunks: the first chunk of every segment, then the second chunk of those that have one, and so on.
         parents: For each segment, the index of its parent in the previous wave, int64; None without parents.
@@ -90,7 +90,7 @@ class RecurrenceStage(NamedTuple):
 class RecurrenceOrder:
     """Order in which a recurrent layer reads the whole stream of T tokens. Indices are int64; T stands for no token.
 
-    Attributes:
+    Args:
         previous: The token before each token, the one before that, and so on, [kernel size - 1, T]. For the first tokens of a child these
             are the last ones of its parent.
         chunks: The tokens of each chunk, [chunks, chunk size].
@@ -115,9 +115,6 @@ class PackedBatch:
     `qkv_format` is not "thd": Megatron then applies RoPE row by row, and the frequencies that it receives are already gathered by position.
 
     Args:
-        cu_seqlens: Cumulative lengths of the segments, int32 [segments + 1].
-
-    Attributes:
         causal: Every query except padding once, on its own segment or on the chunk of it that lies on this rank. None if all tokens are
             padding.
         full: Keys that queries attend to besides: under context parallelism the earlier chunks of their segment; and their parent.

@@ -45,14 +45,9 @@ class TrainedStep:
     """Results of one optimizer step.
 
     Args:
-        logprobs: Log-probs by row; empty after a refused step, where they may be the numbers that are wrong.
-        skipped: Why the optimizer did not act.
-        skipped_step: Description of the step if the gradient check refused it.
-
-    Attributes:
         metrics: The metrics of the step, by name; the same on every rank.
         logprobs: Log-probs of the rows of this data-parallel rank at the trained positions, by row. Empty on ranks that are not on the last
-            pipeline stage, and after a step that the gradient check refused.
+            pipeline stage, and after a step that the gradient check refused, where they may be the numbers that are wrong.
         skipped: Why the optimizer did not act; None if it did.
         skipped_step: Details of the skipped step if the gradient check refused it.
     """
@@ -67,7 +62,7 @@ class TrainedStep:
 class ReducedGradient:
     """A step whose gradient has been summed over all ranks and whose weights have not been updated.
 
-    Attributes:
+    Args:
         batch: The global batch of the step.
         metrics: The metrics of the step so far, by name; the same on every rank.
         logprobs: Log-probs of the rows of this data-parallel rank, by row, on ranks of the last pipeline stage; empty elsewhere.

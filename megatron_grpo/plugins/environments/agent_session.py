@@ -294,7 +294,7 @@ class AgentSession(Session[AgentTurn]):
         return sum(not turn.is_read for turn in self.turns)
 
     @property
-    def opening(self) -> tuple[int, ...]:
+    def opening_ids(self) -> tuple[int, ...]:
         """Token IDs before the first turn; empty without turns."""
         first = min(self.turns, key=lambda turn: turn.number, default=None)
         return () if first is None or first.span is None or first.context is None else tuple(first.context.ids[: first.span.begin])

@@ -154,7 +154,7 @@ class AgentLoop(RequestLoop):
         groups = []
         for prompt in self.prompts:
             episodes = [self.episodes[prompt.number, generation] for generation in range(self.n)]
-            openings = len({episode.session.opening for episode in episodes}) / self.n
+            openings = len({episode.session.opening_ids for episode in episodes}) / self.n
             groups.append(Group(prompt=prompt, completions=tuple(self._completion(episode, openings) for episode in episodes)))
         return groups
 

@@ -183,8 +183,8 @@ class EpisodeRunner(RequestLoop):
             )
         episode.transcript = transcript
         episode.messages, episode.num_opening = list(messages), len(messages)
-        first = self._openings.setdefault(episode.prompt.number, episode.transcript.opening)
-        if episode.transcript.opening != first:
+        first = self._openings.setdefault(episode.prompt.number, episode.transcript.opening_ids)
+        if episode.transcript.opening_ids != first:
             name = type(episode.environment).__name__
             raise InvalidReplyError(
                 f"start of {name} returned different messages for two episodes of one row (data-set row {episode.prompt.row}); they may "

@@ -375,7 +375,7 @@ class Trajectory(Session[SessionTurn]):
 
     Attributes:
         messages: The conversation so far, with guards.
-        opening: Token IDs of the opening.
+        opening_ids: Token IDs of the opening.
         num_environment_tokens: Number of tokens from the environment, each counted once.
     """
 
@@ -389,9 +389,9 @@ class Trajectory(Session[SessionTurn]):
         shown = template.render(self.messages, continues=continues)
         begun_text = self.messages.pop()["content"] if continues else None
         self._prefill = template.prefill(self.messages)
-        self.opening = tuple(template.encode(shown, self.guards) if token_ids is None else token_ids)
+        self.opening_ids = tuple(template.encode(shown, self.guards) if token_ids is None else token_ids)
         self.num_environment_tokens = 0
-        context = ContextTokens(self.opening)
+        context = ContextTokens(self.opening_ids)
         self._contexts.append(context)
         # The opening is a turn in which nothing was sampled.
         root = SessionTurn(parent=None, context=context, before=[], text=shown, span=context.add_span((), (), 0, None))
@@ -443,7 +443,7 @@ class Trajectory(Session[SessionTurn]):
 
     def finished(self) -> TokenizedTrajectory:
         """Return the concatenated contexts that have sampled tokens, or the opening if there are none."""
-        return super().finished() or without_turns(self.opening)
+        return super().finished() or without_turns(self.opening_ids)
 
 
 def join_contexts(contexts: Sequence[tuple[Sequence[int], Sequence[SampledSpan]]]) -> TokenizedTrajectory | None:

@@ -187,4 +187,4 @@ def test_a_context_in_which_nothing_was_drawn_is_not_kept():
     transcript.add_messages(HEARD)  # and the model never answers
     assert transcript.finished().sequence.starts == talked(template, "thought", "b").finished().sequence.starts
     nothing = Trajectory(template, QUESTION).finished().sequence
-    assert nothing.token_ids.tolist() == list(Trajectory(template, QUESTION).opening) and not nothing.mask.any()
+    assert nothing.token_ids.tolist() == list(Trajectory(template, QUESTION).opening_ids) and not nothing.mask.any()
