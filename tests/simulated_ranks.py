@@ -188,7 +188,7 @@ class OneRank:
         return found
 
     def scatter(self, real: Any) -> Any:
-        """`sample_buffer.local_samples`, and what other ranks hold that is wanted here."""
+        """`sample_buffer.move_to_dp_ranks`, and what other ranks hold that is wanted here."""
 
         def scatter(items, rows, to, parallel):
             theirs: dict[int, list[Any]] = {}
@@ -253,8 +253,8 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
             RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, timers=Timers(), sync_again=lambda: None),
             Prompts(), cfg=GrpoConfig(), schedule=table, policy=SimpleNamespace(cut=cut, parallel=parallel), logger=logger,
         )  # fmt: skip
-        real = rows_that_wait.local_samples
-        rows_that_wait.local_samples = one.scatter(real)
+        real = rows_that_wait.move_to_dp_ranks
+        rows_that_wait.move_to_dp_ranks = one.scatter(real)
         try:
             with world.named("verdicts, and rows to their homes", others=one.gather_metadata, incoming=one.completions_sent_here):
                 pending = SampleBuffer(parallel=parallel, cut=cut).add(rollouts.sample([0]))
@@ -273,6 +273,6 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
                 with world.named("journal"):
                     logger.step(Progress(step=number + 1), batch, {})
         finally:
-            rows_that_wait.local_samples = real
+            rows_that_wait.move_to_dp_ranks = real
             logger.close(summary=False)
     return {"sent": dict(world.sent), "received": dict(world.received), "held": held}

@@ -244,7 +244,7 @@ class GroupMetadata:
     spans: tuple[tuple[tuple[int, int, int], ...], ...] = ()
 
     @property
-    def trains(self) -> tuple[bool, ...]:
+    def is_trainable(self) -> tuple[bool, ...]:
         """Whether the sampled tokens of each completion may be trained, [G]."""
         is_failed = [episode.finish_reason in FAULTS for episode in self.episodes] or [False] * len(self.is_refused)
         return tuple(not (refused or failed) for refused, failed in zip(self.is_refused, is_failed, strict=True))
@@ -267,7 +267,7 @@ class GroupMetadata:
             episodes=tuple(completion.record.numbers for completion in group.completions if completion.record is not None),
             mask_sizes=tuple(0 if mask is None else len(mask.ids) for mask in sampling_mask) if any(sampling_mask) else (),
             max_mask_size=max((int(mask.counts.max(initial=0)) for mask in sampling_mask if mask is not None), default=0),
-            spans=() if len({by for spans in versions for by, _, _ in spans}) == 1 else versions,
+            spans=() if len({version for spans in versions for version, _, _ in spans}) == 1 else versions,
         )
 
 

@@ -63,7 +63,7 @@ def deliver_answers(rank, world, path, groups, length):
     from megatron_grpo.core.parallel.layout import Layout
     from megatron_grpo.core.parallel.state import start
     from megatron_grpo.core.rollout.engine import SamplingSettings
-    from megatron_grpo.core.trainer.sample_buffer import deliver
+    from megatron_grpo.core.trainer.sample_buffer import send_to_dp_ranks
     from megatron_grpo.core.types import Prompt
     from megatron_grpo.plugins.servers.http import Server
     from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
@@ -89,7 +89,7 @@ def deliver_answers(rank, world, path, groups, length):
     rows = {(0, group.prompt.number * N + i): one for group in mine for i, one in enumerate(group.completions)}
     dp_ranks = {key: (key[1] // N + 1) % world for key in rows}  # every row is trained by another rank than judges it: the worst case
     with received() as to_trainers:
-        held = deliver({key: (dp_ranks[key], one) for key, one in rows.items()}, parallel)
+        held = send_to_dp_ranks(((dp_ranks[key], key, one) for key, one in rows.items()), parallel)
     engine.close()
     return dict(to_judges), dict(to_trainers), {key: one.sequence.token_ids[4:].tolist() for key, one in held.items()}
 

@@ -146,7 +146,8 @@ def make_completion(
         logprobs=values,
         text=text,
         finish_reason=finish_reason,
-        versions=tuple((by, opening + begin, opening + end) for by, begin, end in spans) or ((version, opening, len(tokens)),),
+        versions=tuple((sampled_by, opening + begin, opening + end) for sampled_by, begin, end in spans)
+        or ((version, opening, len(tokens)),),
     )
 
 
@@ -215,7 +216,7 @@ class PartialCompletion:
 
     def num_sampled_by(self, version: int) -> int:
         """Return the number of its tokens that a version sampled."""
-        return sum(end - begin for by, begin, end in self.parts if by == version)
+        return sum(end - begin for sampled_by, begin, end in self.parts if sampled_by == version)
 
 
 class Sampler(Protocol):

@@ -22,7 +22,7 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.generation import RolloutGenerator
-from megatron_grpo.core.trainer.sample_buffer import DistributedRows, deliver, local_samples, score_rows, without_experts
+from megatron_grpo.core.trainer.sample_buffer import DistributedRows, move_to_dp_ranks, score_rows, send_to_dp_ranks, without_experts
 from megatron_grpo.core.trainer.scored_rollout import DynamicSamplingResult, PartialRolloutInfo, ScoredRollout, check_failures
 from megatron_grpo.core.types import (
     SHARED_FIELDS,
@@ -132,7 +132,7 @@ class KlPenalty:
         penalties = np.empty(len(placed.rows))
         for part in collectives.all_gather_object(np.array(local if parallel.is_model_parallel_src else []).reshape(-1, 3)):
             penalties[placed.rows.find_indices(part[:, 0].astype(np.int64), part[:, 1].astype(np.int64))] = part[:, 2]
-        return penalties, local_samples(policy, scored.rows.rows, placed.rows.dp_rank, parallel)
+        return penalties, move_to_dp_ranks(policy, scored.rows.rows, placed.rows.dp_rank, parallel)
 
 
 class Teacher(Protocol):
@@ -358,10 +358,10 @@ class Rollouts:
             drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
             partial: Metrics of partial rollouts; None without them.
         """
-        table, metas, version_collected = self.schedule, result.kept, self.schedule.find_version(number)
-        _check_versions(number, result.sampled, at_least=table.oldest_version(number), at_most=version_collected)
-        rows, trains = self._rows(number, metas, version_collected)
-        completions = self._held(rows, scored_groups)
+        schedule, metas, version_collected = self.schedule, result.kept, self.schedule.find_version(number)
+        _check_versions(number, result.sampled, at_least=schedule.oldest_version(number), at_most=version_collected)
+        rows, is_trained = self._rows(number, metas, version_collected)
+        completions = self._send_completions(rows, scored_groups)
         placed = DistributedRows(rows=rows, sequences={key: completion.sequence for key, completion in completions.items()})
         penalty, logprobs = None, None
         if self.penalty is not None:
@@ -371,10 +371,10 @@ class Rollouts:
         group_advantages = advantages(
             [meta.rewards for meta in metas], self.cfg, self.generator.reward_manager.reward_weights, kl_penalty=penalty
         )
-        taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(completions)
+        teacher_logprobs: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(completions)
         if self.teacher is not None:
             with self.generator.timers("teacher"):
-                taught = self.teacher(placed)
+                teacher_logprobs = self.teacher(placed)
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
         arrived = None if partial is None else PartialRolloutInfo(version=version_collected, metrics=partial)
         self.logger.rollout(
@@ -387,30 +387,32 @@ class Rollouts:
             is_zero_advantage=np.ravel(group_advantages.advantages) == 0.0,
         )
         # The policy's log-probs are the old log-probs of stale slices, if the weights are those of the rollout's own step.
-        if logprobs is not None and drained_at in (None, version_collected) and table.sizes.old_logprobs != "always":
-            needs_old_logprobs = np.array([table.needs_old_logprobs(number, slice_index) for slice_index in range(-(-len(rows) // size))])
+        if logprobs is not None and drained_at in (None, version_collected) and schedule.sizes.old_logprobs != "always":
+            needs_old_logprobs = np.array(
+                [schedule.needs_old_logprobs(number, slice_index) for slice_index in range(-(-len(rows) // size))]
+            )
             rows = replace(rows, has_old_logprobs=needs_old_logprobs[rows.row // size])
         samples = {}
         for key, completion in completions.items():
             index = key[1]
             advantage = group_advantages.advantages[divmod(index, group_size)]
-            sample = _sample(rows, index, completion, advantage, taught[key], trains=bool(trains[index]))
-            if table.sizes.old_logprobs == "rollout":
+            sample = _sample(rows, index, completion, advantage, teacher_logprobs[key], is_trained=bool(is_trained[index]))
+            if schedule.sizes.old_logprobs == "rollout":
                 sample = sample.with_old_logprobs(sample.sampler_logprobs, "rollout")
             if rows.has_old_logprobs[index] and logprobs is not None:
                 sample = sample.with_old_logprobs(logprobs[key] * sample.mask, "recompute")
             samples[key] = sample
         return Rollout(number=number, rows=rows, samples=samples, num_prompts=result.num_prompts)
 
-    def _held(self, rows: TrainingRows, scored_groups: Mapping[int, ScoredGroup]) -> dict[RowKey, Completion]:
+    def _send_completions(self, rows: TrainingRows, scored_groups: Mapping[int, ScoredGroup]) -> dict[RowKey, Completion]:
         """Send completions to the data-parallel ranks that train them; return those that this rank holds. Collective."""
         sampled = {
             position * len(scored.group.completions) + i: completion
             for position, scored in scored_groups.items()
             for i, completion in enumerate(scored.group.completions)
         }
-        completions = deliver(
-            {(int(rows.rollout[row]), row): (int(rows.dp_rank[row]), completion) for row, completion in sampled.items()}, self.parallel
+        completions = send_to_dp_ranks(
+            ((int(rows.dp_rank[row]), (int(rows.rollout[row]), row), completion) for row, completion in sampled.items()), self.parallel
         )
         return {key: completions[key] for key in sorted(completions)}
 
@@ -428,18 +430,16 @@ class Rollouts:
         def flatten_completions(values: Iterable[Iterable[int]], dtype: type = np.int64) -> np.ndarray:
             return np.array(list(chain.from_iterable(values)), dtype=dtype)
 
-        trains = flatten_completions((meta.trains for meta in metas), bool)
+        is_trained = flatten_completions((meta.is_trainable for meta in metas), bool)
         version = repeat_per_completion(meta.version for meta in metas)
-        spans: list[tuple[int, ...]] = [()] * len(trains)
+        spans: list[tuple[int, ...]] = [()] * len(is_trained)
         if any(meta.spans for meta in metas):
             versions = [
                 completion_spans for meta in metas for completion_spans in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)
             ]
-            version, spans = (
-                np.array([min(by for by, _, _ in row_spans) for row_spans in versions]),
-                list(map(_spans, versions)),
-            )
-        row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)
+            version = np.array([min(version for version, _, _ in row_spans) for row_spans in versions])
+            spans = list(map(_spans, versions))
+        row, flags = np.arange(len(is_trained)), np.zeros(len(is_trained), dtype=bool)
         return TrainingRows(
             rollout=np.full_like(row, number),
             row=row,
@@ -449,31 +449,31 @@ class Rollouts:
             prefix=repeat_per_completion(meta.prefix for meta in metas),
             num_contexts=flatten_completions(map(len, meta.contexts) for meta in metas),
             contexts=flatten_completions(chain.from_iterable(meta.contexts for meta in metas)),
-            num_masked=flatten_completions(meta.num_sampled for meta in metas) * trains,
+            num_masked=flatten_completions(meta.num_sampled for meta in metas) * is_trained,
             **tokens_by_version(spans),
             is_zero_std=flags,
             is_zero_advantage=flags,
             is_truncated=flatten_completions((meta.is_truncated for meta in metas), bool),
             has_old_logprobs=flags,
             dp_rank=self.cut.find_dp_rank(row),
-        ), trains
+        ), is_trained
 
 
 def _sample(
-    rows: TrainingRows, index: int, completion: Completion, advantage: float, teacher_logprobs: np.ndarray | None, *, trains: bool
+    rows: TrainingRows, index: int, completion: Completion, advantage: float, teacher_logprobs: np.ndarray | None, *, is_trained: bool
 ) -> Sample:
     sequence = completion.sequence
     return Sample(
         **{name: getattr(rows, name)[index].item() for name in SHARED_FIELDS},
         token_ids=sequence.token_ids,
-        mask=sequence.mask & trains,
+        mask=sequence.mask & is_trained,
         starts=sequence.starts,
         images=sequence.images,
         experts=sequence.experts,
-        mask_offsets=sequence.mask_offsets if trains else None,
-        mask_ids=sequence.mask_ids if trains else None,
-        sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
-        teacher_logprobs=teacher_logprobs if trains else None,
+        mask_offsets=sequence.mask_offsets if is_trained else None,
+        mask_ids=sequence.mask_ids if is_trained else None,
+        sampler_logprobs=completion.logprobs if is_trained else np.zeros_like(completion.logprobs),
+        teacher_logprobs=teacher_logprobs if is_trained else None,
         advantage=float(advantage),
         spans=_spans(completion.versions),
     )

@@ -69,20 +69,15 @@ def without_training(sample: Sample) -> Sample:
     return replace(sample, mask=zeros > 0, sampler_logprobs=zeros, mask_offsets=None, mask_ids=None).with_old_logprobs(zeros, "recompute")
 
 
-def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
+def send_to_dp_ranks(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
     """Send items to data-parallel ranks. Collective.
 
     Args:
-        items: {row: (data-parallel rank, item)}. Each row is passed by one rank.
+        items: (data-parallel rank, row, item). Each row is passed by one rank.
 
     Returns:
         {row: item} on every rank of the row's data-parallel rank.
     """
-    return _to_dp_ranks(((dp_rank, key, item) for key, (dp_rank, item) in items.items()), parallel)
-
-
-def _to_dp_ranks(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
-    """Return the items that all ranks together send to this data-parallel rank. Collective."""
     by_dp_rank: dict[int, list[tuple[RowKey, Any]]] = {}
     for dp_rank, key, item in items:
         by_dp_rank.setdefault(dp_rank, []).append((key, item))
@@ -99,14 +94,14 @@ def score_rows(
         score: Returns the scores of micro-batches.
     """
     count, keys = len(rows.rows), rows.rows.keys
-    partition = partition_for_scoring(rows.rows.lengths, cut)
+    assigned = partition_for_scoring(rows.rows.lengths, cut)
     # A row repeated as filler is scored again where it is assigned: its sequence must be there, but its result is not used.
-    members, dp_ranks = partition.packed.rows, partition.dp_ranks[partition.packed.rows]
+    members, dp_ranks = assigned.packed.rows, assigned.dp_ranks[assigned.packed.rows]
     dp_rank = np.empty(count, dtype=np.int64)
     dp_rank[members[members < count]] = dp_ranks[members < count]
     pairs = np.unique(np.stack([np.where(members < count, members, 0), dp_ranks]), axis=1)
-    sequences = local_samples(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
-    micro_specs = partition[parallel.dp_rank]
+    sequences = move_to_dp_ranks(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
+    micro_specs = assigned[parallel.dp_rank]
     sequence_by_index = {i: sequences[keys[i if i < count else 0]] for micro_spec in micro_specs for i in micro_spec.rows}
     micro_batches = collate_specs(sequence_by_index, micro_specs, cut.alignment)
     logprobs, experts = score(micro_batches)
@@ -149,7 +144,7 @@ def _same_experts_in_shared_prefixes(
     leaders = {keys[index]: prefixes[index] for index in first.tolist()}
     beginnings = {key: routes[key][:prefix] for key, prefix in leaders.items() if key in routes}
     pairs = np.unique(np.stack([first[group], rows.rows.dp_rank]), axis=1)
-    beginnings = local_samples(beginnings, rows.rows.take(pairs[0]), pairs[1], parallel)
+    beginnings = move_to_dp_ranks(beginnings, rows.rows.take(pairs[0]), pairs[1], parallel)
     shared = {key: array.copy() for key, array in routes.items()}
     for key, array in shared.items():
         leader, prefix = lead[key]
@@ -158,7 +153,7 @@ def _same_experts_in_shared_prefixes(
     return shared
 
 
-def local_samples(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.ndarray, parallel: ParallelState) -> dict:
+def move_to_dp_ranks(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.ndarray, parallel: ParallelState) -> dict:
     """Send items from the data-parallel ranks that hold them to those that train them. Collective.
 
     The first rank of a model-parallel group sends them; items that are already in place are not sent. A row may occur several times.
@@ -176,7 +171,7 @@ def local_samples(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.
         return staying
     leaving = np.flatnonzero(is_here & ~stays if parallel.is_model_parallel_src else np.zeros(len(dp_ranks), dtype=bool))
     leaving_keys = zip(dp_ranks[leaving].tolist(), rows.take(leaving).keys, strict=True)
-    return staying | _to_dp_ranks(((dp_rank, key, items[key]) for dp_rank, key in leaving_keys), parallel)
+    return staying | send_to_dp_ranks(((dp_rank, key, items[key]) for dp_rank, key in leaving_keys), parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +287,7 @@ class SampleBuffer:
         chosen, num_trained = self._rows_to_compute(rows)
         computed, weights = rows.take(chosen), token_weights.row_weights[chosen]
         micro_specs = partition(computed.lengths, self.cut)
-        local = local_samples(self.samples, computed, micro_specs.dp_ranks, self.parallel)
+        local = move_to_dp_ranks(self.samples, computed, micro_specs.dp_ranks, self.parallel)
         keys = np.stack([computed.rollout, computed.row], axis=1)
         micro_batches = []
         for number, micro_spec in enumerate(micro_specs[self.parallel.dp_rank]):
@@ -373,10 +368,9 @@ class SampleBuffer:
             samples, dp_rank=self.cut.find_dp_rank(np.array([sample.row for sample in samples], dtype=np.int64))
         )
         rows = TrainingRows.joined(collectives.all_gather_object(local_rows))
-        delivered = deliver(
-            {sample.key: (dp_rank, sample) for sample, dp_rank in zip(samples, local_rows.dp_rank.tolist(), strict=True)}, self.parallel
-        )
-        return replace(self, rows=rows.take(np.lexsort((rows.row, rows.rollout))), samples=delivered)
+        dp_ranks = local_rows.dp_rank.tolist()
+        local = send_to_dp_ranks(((dp_rank, sample.key, sample) for dp_rank, sample in zip(dp_ranks, samples, strict=True)), self.parallel)
+        return replace(self, rows=rows.take(np.lexsort((rows.row, rows.rollout))), samples=local)
 
     def _in_slices(self, slices: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return whether each row is in one of the (rollout, slice) pairs, bool [n]."""
@@ -418,14 +412,14 @@ def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
     Args:
         step: Number of optimizer steps done before it.
     """
-    trains, owner = rows.num_masked > 0, np.repeat(np.arange(len(rows)), rows.num_stretches)
+    is_trained, owner = rows.num_masked > 0, np.repeat(np.arange(len(rows)), rows.num_stretches)
     version, num_tokens = rows.stretches.T
     ages = (step - rows.version) * rows.num_masked
-    np.subtract.at(ages, owner, (version - rows.version[owner]) * num_tokens * trains[owner])
+    np.subtract.at(ages, owner, (version - rows.version[owner]) * num_tokens * is_trained[owner])
     num_further_versions = len(set(zip(owner.tolist(), version.tolist(), strict=True))) - len(set(owner.tolist()))
     return {
         "staleness/tokens/mean": int(ages.sum()) / max(1, int(rows.num_masked.sum())),
-        "staleness/tokens/max": int((step - rows.version)[trains].max(initial=0)),
+        "staleness/tokens/max": int((step - rows.version)[is_trained].max(initial=0)),
         "staleness/versions_per_row": (len(rows) + num_further_versions) / len(rows),
     }
 

@@ -20,7 +20,7 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import batch_partitioner
-from megatron_grpo.core.trainer.sample_buffer import DistributedRows, deliver, local_samples, score_rows, without_experts
+from megatron_grpo.core.trainer.sample_buffer import DistributedRows, move_to_dp_ranks, score_rows, send_to_dp_ranks, without_experts
 from megatron_grpo.core.types import RowKey, TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup, TokensToScore
@@ -103,8 +103,8 @@ class ServedTeacher:
 
         collectives.run_on_rank_zero(score, REPORTED)
         dp_ranks = placed.rows.dp_rank[placed.rows.find_indices(*np.array(list(logprobs_by_key), dtype=np.int64).reshape(-1, 2).T)].tolist()
-        return deliver(
-            {key: (dp_rank, values) for (key, values), dp_rank in zip(logprobs_by_key.items(), dp_ranks, strict=True)}, self._parallel
+        return send_to_dp_ranks(
+            ((dp_rank, key, values) for dp_rank, (key, values) in zip(dp_ranks, logprobs_by_key.items(), strict=True)), self._parallel
         )
 
     def _scored(self, sequences: Mapping[RowKey, TokenSequence]) -> dict[RowKey, np.ndarray]:
@@ -156,7 +156,7 @@ class LocalTeacher:
         num_invalid = sum(not np.isfinite(values).all() for values in scored.logprobs.values())
         if collectives.all_reduce_max(num_invalid):
             raise RunError(f"The teacher ({self._name}) returned log-probs that are not finite.")
-        return local_samples(scored.logprobs, scored.rows.rows, placed.rows.dp_rank, parallel)
+        return move_to_dp_ranks(scored.logprobs, scored.rows.rows, placed.rows.dp_rank, parallel)
 
     def _free_memory(self) -> None:
         if self._offloader.movable:
