@@ -192,17 +192,16 @@ def train(run: Run) -> Progress:
 def sync_stop_flags(run: Run) -> tuple[bool, bool]:
     """Return whether all ranks stop now, and whether a checkpoint is due by the clock of the main rank. Collective.
 
-    A stop request on any rank stops all of them. One all-reduced number carries both answers: 2 for stop, 1 for the clock. A run that stops
-    saves anyway, so the second value is only True if the first is False.
+    A stop request on any rank stops all of them. Both flags are reduced at once.
     """
-    is_time, largest = run.parallel.is_rank_zero and run.checkpoints.is_time(), 0.0
+    is_time = run.parallel.is_rank_zero and run.checkpoints.is_time()
 
     def all_reduce_max(stop: float) -> float:
-        nonlocal largest
-        largest = collectives.all_reduce_max(2.0 * stop + is_time)
-        return float(largest >= 2.0)
+        nonlocal is_time
+        stops, is_time = collectives.all_reduce_any([stop > 0, is_time])
+        return float(stops)
 
-    return run.stop.is_requested(all_reduce_max), largest == 1.0
+    return run.stop.is_requested(all_reduce_max), is_time
 
 
 def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: TrainingRows) -> None:

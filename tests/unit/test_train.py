@@ -558,21 +558,25 @@ def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollout
 @pytest.mark.parametrize(
     ("is_rank_zero", "is_time", "stops", "others", "found"),
     [
-        (True, False, 0.0, 0.0, (False, False)),
-        (True, True, 0.0, 0.0, (False, True)),
-        (False, True, 0.0, 0.0, (False, False)),  # its own clock decides nothing
-        (False, False, 0.0, 1.0, (False, True)),
-        (True, True, 0.0, 2.0, (True, False)),  # somebody was asked to stop, which saves anyway
-        (True, True, 1.0, 1.0, (True, False)),
-        (False, False, 1.0, 1.0, (True, False)),
+        (True, False, 0.0, [False, False], (False, False)),
+        (True, True, 0.0, [False, False], (False, True)),
+        (False, True, 0.0, [False, False], (False, False)),  # its own clock decides nothing
+        (False, False, 0.0, [False, True], (False, True)),
+        (True, True, 0.0, [True, False], (True, True)),  # another rank was asked to stop
+        (True, True, 1.0, [False, False], (True, True)),
+        (False, False, 1.0, [False, True], (True, True)),
+        (False, False, 1.0, [False, False], (True, False)),
     ],
 )
-def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_in_one_number(
-    monkeypatch, is_rank_zero, is_time, stops, others, found
-):
-    """others: the largest number that another rank says."""
+def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_at_once(monkeypatch, is_rank_zero, is_time, stops, others, found):
+    """others: the flags of another rank."""
     said = []
-    monkeypatch.setattr("megatron_grpo.core.parallel.collectives.all_reduce_max", lambda mine: said.append(mine) or max(mine, others))
+
+    def all_reduce_any(flags):
+        said.append(flags)
+        return [a or b for a, b in zip(flags, others, strict=True)]
+
+    monkeypatch.setattr("megatron_grpo.core.parallel.collectives.all_reduce_any", all_reduce_any)
     run = SimpleNamespace(
         parallel=SimpleNamespace(is_rank_zero=is_rank_zero),
         checkpoints=SimpleNamespace(is_time=lambda: is_time),
