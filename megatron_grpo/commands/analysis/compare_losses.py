@@ -177,7 +177,7 @@ def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample
     pending = _pending(policy, samples)
     scored = score_rows(pending.placed(), score=policy.scorer.old_logprobs, cut=policy.cut, parallel=policy.parallel)
     local: dict[RowKey, Sample] = {}
-    for key, sample in scored.rows.sequences.items():
+    for key, sample in scored.sequences.items():
         routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
         local[key] = sample if hasattr(sample, "old_logprobs") else routed.with_old_logprobs(scored.logprobs[key], "recompute")
     parts = collectives.exchange({0: local if policy.parallel.is_model_parallel_src else {}})

@@ -132,7 +132,7 @@ class KlPenalty:
         penalties = np.empty(len(placed.rows))
         for part in collectives.all_gather_object(np.array(local if parallel.is_model_parallel_src else []).reshape(-1, 3)):
             penalties[placed.rows.find_indices(part[:, 0].astype(np.int64), part[:, 1].astype(np.int64))] = part[:, 2]
-        return penalties, move_to_dp_ranks(policy, scored.rows.rows, placed.rows.dp_rank, parallel)
+        return penalties, move_to_dp_ranks(policy, scored.rows, placed.rows.dp_rank, parallel)
 
 
 class Teacher(Protocol):

@@ -49,16 +49,14 @@ class DistributedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredRows:
+class ScoredRows(DistributedRows):
     """Rows on the data-parallel ranks that scored them.
 
     Args:
-        rows: The rows, on the data-parallel ranks that scored them.
         logprobs: float32 [T] of each row that this rank now holds, 0 where the mask is false.
         experts: int16 [T, MoE layers, k] of each row that this rank now holds; None if they are not needed.
     """
 
-    rows: DistributedRows
     logprobs: dict[RowKey, np.ndarray]
     experts: dict[RowKey, np.ndarray] | None
 
@@ -86,21 +84,22 @@ def send_to_dp_ranks(items: Iterable[tuple[int, RowKey, Any]], parallel: Paralle
 
 
 def score_rows(
-    rows: DistributedRows, *, score: Callable[[Sequence[MicroBatch]], Scores], cut: BatchPartitioner, parallel: ParallelState
+    placed: DistributedRows, *, score: Callable[[Sequence[MicroBatch]], Scores], cut: BatchPartitioner, parallel: ParallelState
 ) -> ScoredRows:
     """Compute the log-probs of distributed rows, each on the data-parallel rank that the partition assigns. Collective.
 
     Args:
         score: Returns the scores of micro-batches.
     """
-    count, keys = len(rows.rows), rows.rows.keys
-    assigned = partition_for_scoring(rows.rows.lengths, cut)
+    rows = placed.rows
+    count, keys = len(rows), rows.keys
+    assigned = partition_for_scoring(rows.lengths, cut)
     # A row repeated as filler is scored again where it is assigned: its sequence must be there, but its result is not used.
     members, dp_ranks = assigned.packed.rows, assigned.dp_ranks[assigned.packed.rows]
     dp_rank = np.empty(count, dtype=np.int64)
     dp_rank[members[members < count]] = dp_ranks[members < count]
     pairs = np.unique(np.stack([np.where(members < count, members, 0), dp_ranks]), axis=1)
-    sequences = move_to_dp_ranks(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
+    sequences = move_to_dp_ranks(placed.sequences, rows.take(pairs[0]), pairs[1], parallel)
     micro_specs = assigned[parallel.dp_rank]
     sequence_by_index = {i: sequences[keys[i if i < count else 0]] for micro_spec in micro_specs for i in micro_spec.rows}
     micro_batches = collate_specs(sequence_by_index, micro_specs, cut.alignment)
@@ -114,12 +113,13 @@ def score_rows(
                 logprobs_by_key[keys[i]] = sequence_by_index[i].scatter(row_values)
                 if experts is not None:
                     routes[keys[i]] = np.where(token_index[:, None, None] < 0, FREE, experts[number][token_index])
-    scored = DistributedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: sequences[key] for key in logprobs_by_key})
-    return ScoredRows(
-        rows=scored,
+    scored = ScoredRows(
+        rows=replace(rows, dp_rank=dp_rank),
+        sequences={key: sequences[key] for key in logprobs_by_key},
         logprobs=logprobs_by_key,
-        experts=None if experts is None else _same_experts_in_shared_prefixes(routes, scored, parallel),
+        experts=None,
     )
+    return scored if experts is None else replace(scored, experts=_same_experts_in_shared_prefixes(routes, scored, parallel))
 
 
 def without_experts(logprobs: Callable[[Sequence[MicroBatch]], list[np.ndarray]]) -> Callable[[Sequence[MicroBatch]], Scores]:
@@ -132,23 +132,24 @@ def without_experts(logprobs: Callable[[Sequence[MicroBatch]], list[np.ndarray]]
 
 
 def _same_experts_in_shared_prefixes(
-    routes: Mapping[RowKey, np.ndarray], rows: DistributedRows, parallel: ParallelState
+    routes: Mapping[RowKey, np.ndarray], scored: DistributedRows, parallel: ParallelState
 ) -> dict[RowKey, np.ndarray]:
     """Give the common prefix of a group the experts of its first row, so that it can be computed once. Collective.
 
     Micro-batches differ in rounding, and so occasionally in a routing decision.
     """
-    _, first, group = np.unique(rows.rows.lengths.group, return_index=True, return_inverse=True)
-    keys, prefixes = rows.rows.keys, rows.rows.prefix
+    rows = scored.rows
+    _, first, group = np.unique(rows.lengths.group, return_index=True, return_inverse=True)
+    keys, prefixes = rows.keys, rows.prefix
     lead = {key: (keys[first[group[index]]], prefixes[index]) for index, key in enumerate(keys) if key in routes}
     leaders = {keys[index]: prefixes[index] for index in first.tolist()}
     beginnings = {key: routes[key][:prefix] for key, prefix in leaders.items() if key in routes}
-    pairs = np.unique(np.stack([first[group], rows.rows.dp_rank]), axis=1)
-    beginnings = move_to_dp_ranks(beginnings, rows.rows.take(pairs[0]), pairs[1], parallel)
+    pairs = np.unique(np.stack([first[group], rows.dp_rank]), axis=1)
+    beginnings = move_to_dp_ranks(beginnings, rows.take(pairs[0]), pairs[1], parallel)
     shared = {key: array.copy() for key, array in routes.items()}
     for key, array in shared.items():
         leader, prefix = lead[key]
-        for begin in rows.sequences[key].starts:
+        for begin in scored.sequences[key].starts:
             array[begin : begin + prefix] = beginnings[leader]
     return shared
 
@@ -231,7 +232,7 @@ class SampleBuffer:
         if not len(due):
             return self
         scored = score_rows(self.placed(due), score=scorer.old_logprobs, cut=self.cut, parallel=self.parallel)
-        samples = scored.rows.sequences
+        samples = scored.sequences
         if scored.experts is not None:
             samples = {key: replace(sample, experts=scored.experts[key]) for key, sample in samples.items()}
         invalid = self._rows_with_invalid_logprobs(scored.logprobs)
@@ -239,7 +240,7 @@ class SampleBuffer:
             key: without_training(sample) if key in invalid else sample.with_old_logprobs(scored.logprobs[key], "recompute")
             for key, sample in samples.items()
         }
-        moved = self._with_dp_ranks(due, scored.rows.rows.dp_rank, scored_samples)
+        moved = self._with_dp_ranks(due, scored.rows.dp_rank, scored_samples)
         num_masked = moved.rows.num_masked.copy()
         num_masked[moved.rows.find_indices(*np.array(sorted(invalid), dtype=np.int64).reshape(-1, 2).T)] = 0
         return replace(moved, rows=replace(moved.rows, num_masked=num_masked))

@@ -156,7 +156,7 @@ class LocalTeacher:
         num_invalid = sum(not np.isfinite(values).all() for values in scored.logprobs.values())
         if collectives.all_reduce_max(num_invalid):
             raise RunError(f"The teacher ({self._name}) returned log-probs that are not finite.")
-        return move_to_dp_ranks(scored.logprobs, scored.rows.rows, placed.rows.dp_rank, parallel)
+        return move_to_dp_ranks(scored.logprobs, scored.rows, placed.rows.dp_rank, parallel)
 
     def _free_memory(self) -> None:
         if self._offloader.movable:
