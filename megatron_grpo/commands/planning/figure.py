@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99aa44", "#bb88dd")
-LABELS = {"on_policy": "own forward", "recompute": "forward-only", "cached": "kept", "rollout": "sampler's"}
 MOST_ROWS, MOST_RANKS = 48, 16
 COLUMNS = 160  # width of the terminal that an image shows
 POINTS, DPI, WIDTH = 9, 130, 10  # font size of DejaVu Sans Mono in points, dots per inch, and width of a letter in dots
@@ -130,7 +129,7 @@ def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequenc
             prompts = list_prompts(sizes, row, rank)
             text.append(cell(prompts).rjust(widest), style=PALETTE[prompts[0] % len(PALETTE)])
     mark = f"+{row.staleness}" if row.staleness else "·"
-    text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if row.staleness else "dim")
+    text.append(f"  {mark:>4}  {row.old_logprobs:<13}", style="bold yellow" if row.staleness else "dim")
     length = sizes.micro_steps_per_rollout * sizes.num_iterations
     position = row.micro_step % length
     first, last = position == 0, position == length - 1
@@ -164,9 +163,9 @@ def legend(sizes: BatchSizes) -> list[str]:
     return [
         f"cells     prompts of the {per_cell} that a rank trains ({sizes.num_generations} make a group)",
         "stale     optimizer steps between sampling and training; · is on-policy",
-        "old log-probs: own forward - from this step's forward pass; forward-only - an",
-        "  extra pass with the weights when the rollout arrives; kept - from the",
-        "  slice's first training forward; sampler's - vLLM's own (old_logprobs rollout)",
+        "old log-probs: on_policy - from this step's forward pass; recompute - from an",
+        "  extra pass with the weights when the rollout arrives; cached - from the",
+        "  slice's first training forward; rollout - vLLM's own (old_logprobs rollout)",
     ]
 
 
