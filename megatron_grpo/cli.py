@@ -22,6 +22,7 @@ from megatron_grpo import __version__
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.cleanup import die_with_parent, without_gc
 from megatron_grpo.core.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
+from megatron_grpo.run import jobs
 from megatron_grpo.run.terminal import replace_unencodable
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _parsed_to_train(argv: list[str]) -> ParsedConfig:
 
     As `_parsed`, but `--print_config` also shows derived values, and one process where the settings ask for several is a problem.
     """
-    launched, requested = launcher.read(), launcher.number_asked_for()
+    launched, requested = launcher.read(), jobs.number_asked_for()
     world_size = launched.world_size if launched.is_launched else requested and requested[1]
     parsed = _parse(argv, world_size)
     if world_size is None and (requested := _model_parallel(parsed.config)):
@@ -131,7 +132,7 @@ def _not_launched(argv: list[str], config: Config, requested: tuple[str, int] | 
         name = config.typed.get("world_size", "world_size")
         source = config.sources.get("world_size", "")
         requested = (f"{name} ({number})" if "NPROC_PER_NODE" not in source else f"NPROC_PER_NODE of {source}", number)
-    return [launcher.not_launched_problem(requested[0], requested[1], argv)] if requested else []
+    return [jobs.not_launched_problem(requested[0], requested[1], argv)] if requested else []
 
 
 def plan(argv: list[str]) -> int:

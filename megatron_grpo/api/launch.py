@@ -25,7 +25,7 @@ import psutil
 from megatron_grpo.api.rank import LAUNCH, METRICS, OBJECTS
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, one_line
-from megatron_grpo.run import python_objects
+from megatron_grpo.run import jobs, python_objects
 
 RANK_MODULE = "megatron_grpo.api.rank"  # the program of each rank
 STARTED = ".started"  # in output_dir: one folder for each program that is running ranks
@@ -211,7 +211,7 @@ class RankProcesses:
             record = json.loads(line)
             if self.listen and self.listen(record["step"], record["numbers"]) and not self._is_stopping:
                 self._is_stopping = True
-                self._signal(launcher.STOP_BY_CALLBACK)
+                self._signal(jobs.STOP_BY_CALLBACK)
 
     def _new_lines(self, name: str, *, has_ended: bool = False) -> Iterator[bytes]:
         """Yield the lines that a rank has added to a file; the last one may be incomplete if the rank has ended."""

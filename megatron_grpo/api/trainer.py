@@ -19,7 +19,7 @@ from megatron_grpo.commands.analysis.run_files import RunFiles
 from megatron_grpo.commands.html import table
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunInterruptedError, config_error, problem_with
-from megatron_grpo.run import python_objects
+from megatron_grpo.run import jobs, python_objects
 from megatron_grpo.run.metrics.records import JsonlFile
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class GRPOTrainer:
         if self.nproc_per_node or config.sources.get("world_size") != "default":
             return self.nproc_per_node or parallel.world_size or 1
         sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size)
-        return launcher.num_gpus() or math.prod(sizes)
+        return jobs.num_gpus() or math.prod(sizes)
 
     def _rows(self, value: Any, name: str) -> str:
         if isinstance(value, (str, os.PathLike)):

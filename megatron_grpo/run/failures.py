@@ -31,6 +31,7 @@ from megatron_grpo.core.base.errors import (
     RunInterruptedError,
     one_line,
 )
+from megatron_grpo.run import jobs
 
 PREFIX = "megatron-grpo: "
 # Package that a command needs and an environment may lack -> how to install it.
@@ -52,7 +53,7 @@ def report(error: BaseException) -> int:
     """
     text, code = describe_error(error)
     if code == EXIT_CONFIG or (isinstance(error, RunInterruptedError) and error.is_final):
-        launcher.note_end(code)
+        jobs.note_end(code)
     if text is not None:
         print_error(text)
         return code

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import Problem
+from megatron_grpo.run import jobs
 
 if TYPE_CHECKING:  # signal handlers are installed before anything else is imported
     from megatron_grpo.run.config.settings import Config
@@ -56,7 +56,7 @@ def list_time_limits(cfg: Config, launched_at: float, env: Mapping[str, str] = o
     limits = []
     if cfg.run.stop_after_minutes is not None:
         limits.append(TimeLimit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
-    job = launcher.slurm_job(env)
+    job = jobs.slurm_job(env)
     if job is not None and job.end is not None:
         lead = compute_lead_seconds(cfg, job)
         if lead:
@@ -65,7 +65,7 @@ def list_time_limits(cfg: Config, launched_at: float, env: Mapping[str, str] = o
     return limits
 
 
-def compute_lead_seconds(cfg: Config, job: launcher.SlurmJob) -> float:
+def compute_lead_seconds(cfg: Config, job: jobs.SlurmJob) -> float:
     """Return how many seconds before the end of the Slurm job the run stops."""
     seconds = cfg.run.stop_before_end_seconds
     if seconds is not None or job.seconds is None:
@@ -75,7 +75,7 @@ def compute_lead_seconds(cfg: Config, job: launcher.SlurmJob) -> float:
 
 def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> list[Problem]:
     """Return problems with the time limits in this job, before anything is started."""
-    job, problems = launcher.slurm_job(env), []
+    job, problems = jobs.slurm_job(env), []
     lead, seconds = cfg.run.stop_before_end_seconds, job.seconds if job is not None else None
     if job is not None and lead is not None and seconds is not None and lead >= seconds:
         name = cfg.typed.get("stop_before_end_seconds", "stop_before_end_seconds")
@@ -101,7 +101,7 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
     Returns:
         The outcome, in words.
     """
-    job = launcher.slurm_job(env)
+    job = jobs.slurm_job(env)
     assert job is not None  # checked by `problems_with_limits`
     try:
         result = subprocess.run(["scontrol", "requeue", job.number], capture_output=True, text=True, timeout=REQUEUE_SECONDS)

@@ -23,8 +23,8 @@ from typing import Any
 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import RunInterruptedError
-from megatron_grpo.core.base.launcher import STOP_BY_CALLBACK
 from megatron_grpo.run.failures import report, write_error_file
+from megatron_grpo.run.jobs import STOP_BY_CALLBACK
 from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.peers import Peers
 

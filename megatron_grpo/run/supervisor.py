@@ -21,8 +21,9 @@ from typing import NoReturn
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.cleanup import die_with_launcher, die_with_parent
 from megatron_grpo.core.base.errors import EXIT_CRASH
+from megatron_grpo.run import jobs
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, launcher.STOP_BY_CALLBACK)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, jobs.STOP_BY_CALLBACK)
 _HEARD = {*_PASSED_ON, signal.SIGCHLD, signal.SIGALRM}
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which also sends it to the child
@@ -43,7 +44,7 @@ def supervised(command: Callable[[], int]) -> int:
     started_by = os.getppid()
     if launcher.read().by_torchrun:
         die_with_launcher(started_by)
-    if end := launcher.ended_before():
+    if end := jobs.ended_before():
         code, message = end
         _print_error(message)
         return code

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem
+from megatron_grpo.run import jobs
 from megatron_grpo.run.rewards.loading import BUILT_IN
 
 MODEL, DATA, REWARD, MEMORY = "Qwen/Qwen3-0.6B", "data.jsonl", "reward.py:correct", 80.0  # defaults; memory in GB
@@ -143,7 +143,7 @@ def _number(question: str, default: float, *, is_whole: bool = False) -> float:
 
 def _gpus_here() -> tuple[int, float]:
     """Return (number, memory of the smallest in GB) of the GPUs of this machine; without any, one of 80 GB."""
-    memories = launcher.gpu_memories()
+    memories = jobs.gpu_memories()
     return (len(memories), float(min(memories) // 1e9)) if memories else (1, MEMORY)
 
 

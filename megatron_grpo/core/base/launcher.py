@@ -1,63 +1,19 @@
-"""Launch environment of this process: the one module that reads RANK, WORLD_SIZE and the variables that launchers add.
-
-torchrun, and launchers that start ranks as it does, set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Everything else here
-serves the message for a user who started one process where several were intended.
-"""
+"""Launch environment of this process: RANK, WORLD_SIZE and what else torchrun sets. `run/jobs.py` reads what a scheduler adds."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import signal
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_grpo.core.base.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Problem
-
-# Sent by a program whose callback asks its ranks to stop (`api.launch`); 11 and 12 are for deadlines of rewards and stacks of a hang.
-STOP_BY_CALLBACK = signal.SIGRTMIN + 13 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # macOS has none, and trains nothing
+from megatron_grpo.core.base.errors import Problem
 
 # Variables of launchers that start many processes without setting RANK: without RANK each process would train a separate run.
-_COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_NUMBERS = (*_COUNTS, "NPROC_PER_NODE", "NNODES", "SLURM_NNODES")
-
-# Job ids of schedulers, which a restart does not change (torchrun without an id sets "none"), and counters of restarts.
-_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmJob:
-    """Slurm job of this process.
-
-    Args:
-        number: The job id.
-        start: Start time, in seconds since 1970; None if Slurm does not give it.
-        end: End time, in seconds since 1970; None if Slurm does not give it.
-    """
-
-    number: str
-    start: float | None
-    end: float | None
-
-    @property
-    def seconds(self) -> float | None:
-        """Time limit of the job, in seconds; None if unknown."""
-        return self.end - self.start if self.start is not None and self.end is not None else None
-
-
-def slurm_job(env: Mapping[str, str]) -> SlurmJob | None:
-    """Return the Slurm job of the environment, or None outside Slurm."""
-    number = env.get("SLURM_JOB_ID")
-    return SlurmJob(number=number, start=_time(env, "SLURM_JOB_START_TIME"), end=_time(env, "SLURM_JOB_END_TIME")) if number else None
-
-
-def _time(env: Mapping[str, str], name: str) -> float | None:
-    return float(env[name]) if _is_count(env.get(name, "")) and int(env[name]) else None
+COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_NUMBERS = (*COUNTS, "NPROC_PER_NODE", "NNODES", "SLURM_NNODES")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +69,13 @@ def read(env: Mapping[str, str] | None = None) -> LaunchInfo:
     )  # beside its attempt_0, attempt_1, ...
     single = LaunchInfo(report_file=report_file, attempts_file=end_message, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
-        invalid = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
+        invalid = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (is_count(env[name]) and int(env[name]))]
         message = f"The environment sets the number of processes, but {'; '.join(invalid)}. Unset it, or start the job with torchrun."
         return replace(single, problems=(Problem(flags=(), message=message),)) if invalid else single
     numbers, invalid = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}, []
     for name in ("RANK", "WORLD_SIZE", *numbers):
         text = env.get(name)
-        if text is not None and _is_count(text) and (name != "MASTER_PORT" or int(text) < 2**16):
+        if text is not None and is_count(text) and (name != "MASTER_PORT" or int(text) < 2**16):
             numbers[name] = int(text)
         elif text is not None or name not in numbers:
             invalid.append(f"{name} is {text!r}" if text is not None else f"{name} is not set")
@@ -163,60 +119,6 @@ def make_environment(rank: int, *, world_size: int, port: int, error_file: Path 
     return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **error_variables}
 
 
-def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Return which variables ask for more than one process, if RANK is not set.
-
-    Args:
-        env: Environment variables; None reads those of this process.
-
-    Returns:
-        (text that names the variables and their values, number of processes), or None.
-    """
-    env = os.environ if env is None else env
-    if "RANK" in env:
-        return None
-    if _count(env, "NPROC_PER_NODE") * _count(env, "NNODES") > 1 and "NPROC_PER_NODE" in env:
-        number = _count(env, "NPROC_PER_NODE") * _count(env, "NNODES")
-        nodes = f", NNODES {env['NNODES']}" if _count(env, "NNODES") > 1 else ""
-        return f"NPROC_PER_NODE ({env['NPROC_PER_NODE']}{nodes})", number
-    return next(((f"{name} ({env[name]})", _count(env, name)) for name in _COUNTS if _count(env, name) > 1), None)
-
-
-def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] | None = None) -> str:
-    """Return the command that starts all ranks of `megatron-grpo train`.
-
-    Args:
-        env: Environment variables; None reads those of this process.
-    """
-    env = os.environ if env is None else env
-    nodes = _count(env, "SLURM_NNODES") if "SLURM_NTASKS" in env else _count(env, "NNODES")
-    if world_size % nodes:
-        nodes = 1
-    launcher = f"torchrun --nproc_per_node {world_size // nodes}"
-    if nodes > 1 and "SLURM_NTASKS" in env:
-        first = "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
-        launcher = f"srun --ntasks {nodes} --ntasks-per-node 1 torchrun --nnodes {nodes} --nproc_per_node {world_size // nodes}"
-        launcher += f" --rdzv_backend c10d --rdzv_id $SLURM_JOB_ID --rdzv_endpoint {first}:29500"
-    elif nodes > 1:
-        launcher += f" --nnodes {nodes} --node_rank THIS_NODE --master_addr FIRST_NODE --master_port 29500"
-    elif "SLURM_NTASKS" in env:
-        launcher = f"srun --ntasks 1 {launcher}"
-    return f"{launcher} -m megatron_grpo train {shlex.join(argv)}"
-
-
-def not_launched_problem(source: str, world_size: int, argv: Sequence[str]) -> Problem:
-    """Return the problem of a single process of a job that was intended to have several.
-
-    Args:
-        world_size: The number of processes it asks for.
-    """
-    message = (
-        f"{source} means {world_size} processes, and this one was started without a launcher: alone it would train on 1/{world_size} of "
-        f"each batch. Start all processes with\n    {torchrun_line(argv, world_size)}"
-    )
-    return Problem(flags=(source.split(" ")[0],), message=message)
-
-
 def become_single(port: int) -> None:
     """Set the environment variables of a job of one rank, because libraries read them. Variables that are set are kept."""
     for name, value in make_environment(0, world_size=1, port=port).items():
@@ -243,23 +145,9 @@ def on_device(number: int | None) -> Iterator[None]:
             os.environ["LOCAL_RANK"] = old_rank
 
 
-def _count(env: Mapping[str, str], name: str) -> int:
-    """Return the variable as a positive number; 1 if it is not one, which `read` reports."""
-    return int(env[name]) if _is_count(env.get(name, "")) and int(env[name]) else 1
-
-
-def _is_count(text: str) -> bool:
+def is_count(text: str) -> bool:
+    """Return whether a variable is a number of processes: ASCII digits alone."""
     return text.strip().isascii() and text.strip().isdigit()
-
-
-def job_ids(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the job ids that schedulers set; they are the same after a restart."""
-    return {name: env[name] for name in _JOBS if env.get(name, "none") not in ("", "none")}
-
-
-def restart(env: Mapping[str, str]) -> str:
-    """Return the restart counter of this job as `NAME=2`; "" if it has not been restarted."""
-    return next((f"{name}={env[name]}" for name in _RESTARTS if env.get(name, "0") not in ("", "0")), "")
 
 
 def forget(environment: MutableMapping[str, str]) -> None:
@@ -271,53 +159,3 @@ def forget(environment: MutableMapping[str, str]) -> None:
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     for name in [name for name in environment if name in names or name.startswith("TORCHELASTIC_")]:
         del environment[name]
-
-
-# ---- torchrun --max-restarts restarts a job however it ended: where a restart cannot help, the new attempt ends at once, without imports
-
-_WHY = {
-    EXIT_CONFIG: "the same configuration would be rejected again with the same number of processes",
-    EXIT_INTERRUPTED: "the run was stopped by request and saved: the same command resumes it",
-}
-
-
-def note_end(code: int) -> None:
-    """Record for later attempts on this machine that this one ended, and that another would end in the same way.
-
-    A record about settings applies only to attempts with the same number of ranks.
-    """
-    launched = read()
-    if launched.attempts_file is not None:
-        with contextlib.suppress(OSError), launched.attempts_file.open("a") as stream:  # without the record, later attempts take longer
-            stream.write(f"{code} {launched.world_size}\n")
-
-
-def ended_before() -> tuple[int, str] | None:
-    """Return (exit code, message) if this attempt must end at once because of an earlier one, else None."""
-    launched = read()
-    try:
-        lines = [line.split() for line in launched.attempts_file.read_text().splitlines()] if launched.attempts_file is not None else []
-    except OSError:
-        return None
-    for code, world_size in lines:
-        if int(code) == EXIT_INTERRUPTED or int(world_size) == launched.world_size:
-            return int(code), f"torchrun started the job again, and this attempt ends at once: {_WHY[int(code)]}."
-    return None
-
-
-def gpu_memories() -> list[int]:
-    """Return the memory of each GPU that nvidia-smi lists, in bytes. torch would create a CUDA context in this process."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-        return [int(mebibytes) * 2**20 for mebibytes in listed]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs in CUDA_VISIBLE_DEVICES, without it of those of this machine."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(gpu_memories())
-    return len([device for device in visible.split(",") if device.strip() and device.strip() != "-1"])

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.run import jobs
 from megatron_grpo.run.checkpoint.fingerprints import list_settings, vocabulary_fingerprint
 from megatron_grpo.run.checkpoint.manifest import (
     MANIFEST,
@@ -122,7 +122,7 @@ def plan_resume(
         ConfigError: With all reasons why the run cannot begin.
     """
     origin = RunFingerprint(
-        settings=list_settings(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ)
+        settings=list_settings(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=jobs.job_ids(environ)
     )
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
     candidates = tuple(_compare(candidate.manifest, origin, cfg, schedule, prompts) for candidate in resume.candidates)
@@ -164,12 +164,12 @@ def find_checkpoints(
     Raises:
         ConfigError: If a requested checkpoint does not exist, or the settings conflict with the contents of `output_dir`.
     """
-    out, origin = Path(output_dir), origin or RunFingerprint(job=launcher.job_ids(environ))
+    out, origin = Path(output_dir), origin or RunFingerprint(job=jobs.job_ids(environ))
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if in_the_way:
         fault = "is a file" if in_the_way == out else f"cannot be created: {in_the_way} is a file"
         raise config_error("output_dir", f"output_dir ({out}) {fault}. Use a directory.")
-    restart = launcher.restart(environ)
+    restart = jobs.restart(environ)
     if obstacle := overwrite_obstacle(out) or (restart_obstacle(out) if restart or not overwrites else None):
         raise config_error("output_dir", f"output_dir: {obstacle}")
     new_run = ResumePlan(output_dir=out, origin=origin)

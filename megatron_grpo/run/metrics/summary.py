@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_grpo.core.base import activity, launcher
+from megatron_grpo.core.base import activity
+from megatron_grpo.run import jobs
 
 # Upper bounds, in nats on any token, of the differences between two correct engines: float32 summation order, bfloat16 rounding.
 USUAL = {"float32": 1e-3, "bfloat16": 1.0}
@@ -134,7 +135,7 @@ class TimeSummary:
         texts.append(f"{sum(os.times()[:4]):,.0f} s of CPU time on rank 0, from its start")  # with its child processes that have ended
         if self.resumed_from:
             texts.append(f"resumed after step {self.resumed_from:,}")
-        if reason := launcher.restart(os.environ):
+        if reason := jobs.restart(os.environ):
             texts.append(f"restarted ({reason})")
         if self.overlapped:
             texts.append(f"{self.overlapped:,.1f} s of sampling at the same time as other work, not in the table")

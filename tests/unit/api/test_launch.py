@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from megatron_grpo.api import launch
-from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, RunError
+from megatron_grpo.run import jobs
 from tests.terminal import Terminal
 
 
@@ -95,7 +95,7 @@ def test_metrics_are_heard_in_the_program_and_a_request_stops_the_ranks(run):
     heard = []
 
     def act(folder, rank):
-        signal.signal(launcher.STOP_BY_CALLBACK, lambda *_: sys.exit(3))
+        signal.signal(jobs.STOP_BY_CALLBACK, lambda *_: sys.exit(3))
         (folder / f"ready.{rank}").touch()
         if rank == 0:
             while not (folder / "ready.1").exists():  # it would be ended by the request, if that came before its handler

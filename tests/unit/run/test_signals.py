@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.core.base.launcher import STOP_BY_CALLBACK
 from megatron_grpo.run import signals
+from megatron_grpo.run.jobs import STOP_BY_CALLBACK
 from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.signals import StopSignal
 
