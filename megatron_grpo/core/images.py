@@ -16,10 +16,8 @@ import json
 import math
 import stat
 import struct
-import threading
 import warnings
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -234,7 +232,6 @@ def _rgb(image: Image) -> Image:
 
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
-MOST_CACHED = 512 << 20  # bytes of patches in the cache
 MANY_TOKENS = 4096  # tokens of one image above which a note is printed
 _FILE = "preprocessor_config.json"
 # Settings of the image processor, with the defaults for those that the file lacks.
@@ -429,46 +426,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _image_error(sentence: str, *flags: str) -> ConfigError:
     return ConfigError([Problem(flags=flags, message=f"{sentence}.")])
-
-
-class PatchCache:
-    """Least-recently-used cache of image patches, by image key. Thread-safe.
-
-    Args:
-        most_bytes: Capacity in bytes.
-    """
-
-    def __init__(self, most_bytes: int = MOST_CACHED):
-        self.most_bytes = most_bytes
-        self._held: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> np.ndarray | None:
-        """Return the cached patches of an image, or None.
-
-        Args:
-            key: Key of the image (`Image.key`).
-        """
-        with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-            return self._held.get(key)
-
-    def put(self, key: str, patches: np.ndarray) -> None:
-        """Add patches, and evict the least recently used ones if the cache is full. Patches larger than the cache are not added.
-
-        Args:
-            key: Key of the image (`Image.key`).
-            patches: float32 [patches, channels].
-        """
-        with self._lock:
-            if key in self._held or patches.nbytes > self.most_bytes:
-                return
-            self._held[key] = patches
-            self._num_bytes += patches.nbytes
-            while self._num_bytes > self.most_bytes:
-                self._num_bytes -= self._held.popitem(last=False)[1].nbytes
 
 
 _KEY_BYTES = 16

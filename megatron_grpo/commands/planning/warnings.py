@@ -13,7 +13,8 @@ from megatron_grpo import name_adam
 from megatron_grpo.commands.planning.budget import wanted_micro_batches
 from megatron_grpo.commands.planning.summary import bubble_fraction, staleness
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.policy.lr_schedule import lost_update_warnings, make_lr_schedule
+from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
+from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.core.weights.lora import LoraSync, make_lora_settings
 from megatron_grpo.run.adapters import peft_leaves_out
 from megatron_grpo.run.check import CheckedConfig
@@ -23,6 +24,7 @@ from megatron_grpo.run.models import bound_notes
 
 BUBBLE = 0.3
 GPU_DRIVER = Path("/dev/nvidiactl")
+_BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # bits of the mantissa
 
 
 def list_warnings(
@@ -56,6 +58,25 @@ def list_warnings(
         *sentences(ADAPTER_WARNINGS), *sentences(MACHINE_WARNINGS),
         *(f"Note: {sentence}" for sentence in (bound_notes(cfg.data) if is_multimodal else ())),
     ]  # fmt: skip
+
+
+def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:
+    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes."""
+    for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
+        dtype, moves = getattr(opt, f"{name}_dtype"), 1 - getattr(opt, beta)
+        half = 2.0 ** -(_BITS[dtype] + 1) if dtype in _BITS else 0.0
+        # The worst case is the smallest number above a power of two, 1 + 2 half.
+        if moves <= half / (1 + 2 * half):
+            yield (
+                f"{name}_dtype {dtype} with {beta} {getattr(opt, beta):g}: a step decreases the average by at most {moves:.3g} of its "
+                f"value, but {dtype} rounds by up to {half / (1 + 2 * half):.3g}, so a high average may never decrease. Use fp32, or "
+                f"{beta} below {1 - half / (1 + 2 * half):.3g}."
+            )
+    if opt.main_params_dtype == "fp16" and opt.lr > 0:
+        yield (
+            f"main_params_dtype fp16 with lr {opt.lr:g}: a step of Adam changes a weight by about lr, but fp16 rounds a weight w by up to "
+            f"w / 2,048, so weights above {opt.lr * 2048:.3g} mostly do not change. Use fp32."
+        )
 
 
 def _dialect(checked: CheckedConfig) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_grpo.core.settings import OptimizerConfig, StepConfig
@@ -11,7 +10,6 @@ from megatron_grpo.core.settings import OptimizerConfig, StepConfig
 # Dtypes of gradients and optimizer state (`use_precision_aware_optimizer`).
 BLOCK = 1 << 22  # elements that share a scale
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # bits of the mantissa
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # two of weights and gradients, two of moments
 OPTIMIZER_SETTINGS = ("use_precision_aware_optimizer", *DTYPES)  # unused by commands that take no optimizer step
 # Linear layers in FP8, by fp8_recipe: (minimum compute capability of the GPU, required multiple of both sides of a matrix). From
@@ -47,25 +45,6 @@ def make_lr_schedule(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
     # Megatron-Core requires a decay that is longer than the warm-up, even if the run ends before it.
     decay = max(cfg.lr_decay_iters or num_steps, warmup + 1)
     return LRSchedule(warmup=warmup, decay=decay, anneal=cfg.lr_wsd_decay_iters, start_wd=start, end_wd=end)
-
-
-def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:
-    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes."""
-    for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
-        dtype, moves = getattr(opt, f"{name}_dtype"), 1 - getattr(opt, beta)
-        half = 2.0 ** -(_BITS[dtype] + 1) if dtype in _BITS else 0.0
-        # The worst case is the smallest number above a power of two, 1 + 2 half.
-        if moves <= half / (1 + 2 * half):
-            yield (
-                f"{name}_dtype {dtype} with {beta} {getattr(opt, beta):g}: a step decreases the average by at most {moves:.3g} of its "
-                f"value, but {dtype} rounds by up to {half / (1 + 2 * half):.3g}, so a high average may never decrease. Use fp32, or "
-                f"{beta} below {1 - half / (1 + 2 * half):.3g}."
-            )
-    if opt.main_params_dtype == "fp16" and opt.lr > 0:
-        yield (
-            f"main_params_dtype fp16 with lr {opt.lr:g}: a step of Adam changes a weight by about lr, but fp16 rounds a weight w by up to "
-            f"w / 2,048, so weights above {opt.lr * 2048:.3g} mostly do not change. Use fp32."
-        )
 
 
 def rank_multiple(cfg: StepConfig) -> int:

@@ -8,6 +8,8 @@ in it, and the receiver looks the image up.
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,7 +25,6 @@ from megatron_grpo.core.images import (
     ImageError,
     ImageProcessorSpec,
     ImageSource,
-    PatchCache,
     compute_image_key,
     decode_image,
     make_image_source,
@@ -36,8 +37,49 @@ if TYPE_CHECKING:
 
     from megatron_grpo.core.types import Image
 
+MOST_CACHED = 512 << 20  # bytes of patches in the cache
 MOST_DECODED = 2_000_000_000  # pixels decoded before a run, to find files damaged after their headers
 _OPEN: WeakValueDictionary[str, ImageStore] = WeakValueDictionary()
+
+
+class PatchCache:
+    """Least-recently-used cache of image patches, by image key. Thread-safe.
+
+    Args:
+        most_bytes: Capacity in bytes.
+    """
+
+    def __init__(self, most_bytes: int = MOST_CACHED):
+        self.most_bytes = most_bytes
+        self._held: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> np.ndarray | None:
+        """Return the cached patches of an image, or None.
+
+        Args:
+            key: Key of the image (`Image.key`).
+        """
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+            return self._held.get(key)
+
+    def put(self, key: str, patches: np.ndarray) -> None:
+        """Add patches, and evict the least recently used ones if the cache is full. Patches larger than the cache are not added.
+
+        Args:
+            key: Key of the image (`Image.key`).
+            patches: float32 [patches, channels].
+        """
+        with self._lock:
+            if key in self._held or patches.nbytes > self.most_bytes:
+                return
+            self._held[key] = patches
+            self._num_bytes += patches.nbytes
+            while self._num_bytes > self.most_bytes:
+                self._num_bytes -= self._held.popitem(last=False)[1].nbytes
 
 
 class ImageFile:

@@ -16,7 +16,6 @@ from megatron_grpo.core.images import (
     ImageError,
     ImageProcessorSpec,
     ImageSource,
-    PatchCache,
     as_png,
     collapse_image_tokens,
     decode_image,
@@ -29,7 +28,7 @@ from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.chat import with_parts
 from megatron_grpo.run.data.checks import check_for_episodes, check_images, num_places
 from megatron_grpo.run.data.files import ConcatRows, images_of_row
-from megatron_grpo.run.data.image_dataset import ImageStore, expand_image_tokens, places
+from megatron_grpo.run.data.image_dataset import ImageStore, PatchCache, expand_image_tokens, places
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
 from megatron_grpo.run.models import bound_notes, read_image_spec
