@@ -459,7 +459,8 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
     lines = [_describe_suspect(rank, hosts[rank], accounts[rank]) for rank in suspects[:NAMED]]
     if len(suspects) > NAMED:
         lines.append(f"So do {len(suspects) - NAMED} more ranks: {', '.join(map(str, suspects[NAMED : NAMED + 32]))}.")
-    other_states = Counter(_describe_other(accounts[rank]) for rank in accounts.keys() - set(suspects))
+    others = [accounts[rank] for rank in accounts.keys() - set(suspects)]
+    other_states = Counter(f"{report.words}, in {report.waits}" if report.waits else report.words for report in others)
     doing = "; ".join(f"{count} {words}" for words, count in other_states.most_common(NAMED))
     if not suspects:
         lines.append("all ranks wait for each other, and none of them is behind: they are in different collectives, or the network fails "
@@ -474,10 +475,6 @@ def _describe_suspect(rank: int, host: str, report: RankReport) -> str:
     location = f", at {report.where}" if report.where else ""
     state_text = report.state or f"it has made no progress for {report.age:.0f} s"
     return f"rank {rank} on {host} hangs in optimizer step {report.step + 1}{doing}{location}: {state_text}."
-
-
-def _describe_other(report: RankReport) -> str:
-    return f"{report.words}, in {report.waits}" if report.waits else report.words
 
 
 def write_report(output_dir: Path, accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeout: float) -> str:

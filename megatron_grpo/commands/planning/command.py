@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.commands.planning.summary import bubble_fraction, native_flags, plan_object
-from megatron_grpo.commands.planning.warnings import describe_defaults, list_warnings
+from megatron_grpo.commands.planning.warnings import list_warnings
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.base.files import atomic_write_text
 from megatron_grpo.run.check import CheckedConfig, check_parsed
@@ -78,7 +78,13 @@ class Plan(ScheduledRun):
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, sizes),
-            "warnings": [*self.warnings, *describe_defaults(self.checked)],
+            "warnings": [
+                *self.warnings,
+                *(
+                    f"{row.name} defaults to {row.ours} here and to {row.theirs} there; {row.used} is used."
+                    for row in self.checked.parsed.defaults
+                ),
+            ],
         }
 
     def _repr_html_(self) -> str:

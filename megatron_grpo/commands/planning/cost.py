@@ -120,11 +120,6 @@ class FlopCounts:
         return self.linears + self.attention + self.recurrence + self.adapters
 
     @property
-    def reference_forward(self) -> int:
-        """FLOPs of the reference's forward."""
-        return self.linears + self.attention + self.recurrence + self.reference
-
-    @property
     def backward(self) -> int:
         """FLOPs of the backward.
 
@@ -226,7 +221,7 @@ def _trained(
     recompute = work.forward if cfg.model.recompute_granularity == "full" else 0
     return {
         "old_logprobs": rows * summary["slices_recomputed"] * work.forward // (summary["slices_total"] * sequences),
-        "reference_logprobs": rows * work.reference_forward // sequences if cfg.grpo.beta > 0 else 0,
+        "reference_logprobs": rows * (work.forward - work.adapters + work.reference) // sequences if cfg.grpo.beta > 0 else 0,
         **({"teacher_logprobs": rows * taught // sequences} if teacher is not None else {}),
         "training": sizes.num_iterations * rows * (work.forward + work.backward + recompute) // sequences,
     }

@@ -90,11 +90,6 @@ def _dialect(checked: CheckedConfig) -> Iterator[str]:
         yield f"Note: ignored settings of {source} ({reason}): {', '.join(names)}."
 
 
-def describe_defaults(checked: CheckedConfig) -> list[str]:
-    """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table."""
-    return [f"{row.name} defaults to {row.ours} here and to {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
-
-
 # ---- conditions of the rules: the values that a sentence needs; None or empty if the rule does not apply --------------------------------
 
 

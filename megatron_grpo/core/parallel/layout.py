@@ -35,13 +35,10 @@ class Layout:
         """Model chunks on one rank: 1, or `vpp` with the interleaved schedule."""
         return self.vpp or 1
 
-    def compute_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Return the global rank at the given coordinates."""
-        return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
-
     def model_parallel_ranks(self, dp: int) -> list[int]:
         """Return the global ranks of a data-parallel rank's model-parallel group, the first rank of the first stage first."""
-        return [self.compute_rank(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
+        stages, cps, tps = range(self.pp), range(self.cp), range(self.tp)
+        return [tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp)) for pp in stages for cp in cps for tp in tps]
 
 
 def sequence_alignment(layout: Layout, sequence_parallel: bool, rank_multiple: int = 1) -> tuple[int, int]:

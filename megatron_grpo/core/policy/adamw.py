@@ -140,14 +140,6 @@ class AdamW(torch.optim.Optimizer):
         for number, part in _blocks(parameter):
             self._keep(parameter, name, number, part, values[part].to(parameter.device))
 
-    def is_kept_in_float32(self, parameter: torch.Tensor, name: str) -> bool:
-        """Return whether the state of this name is stored in float32.
-
-        Args:
-            name: Name of the state: exp_avg, exp_avg_sq or master_param.
-        """
-        return self.state[parameter][name].dtype is torch.float32
-
     def lend(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Return a float32 buffer on the host, to be filled; `take_back` stores its contents."""
         buffers = self._lent.setdefault(parameter, {})

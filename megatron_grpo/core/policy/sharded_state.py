@@ -310,7 +310,7 @@ def _in_float32(
     result = {}
     for name, values in states.items():
         state_name = "master_param" if name == "param" else name  # Megatron-Core's two words
-        if not inner.is_kept_in_float32(shard, state_name):
+        if inner.state[shard][state_name].dtype is not torch.float32:
             values = inner.lend(shard, state_name) if is_loading else values.cpu()
         result[name] = values
     return result

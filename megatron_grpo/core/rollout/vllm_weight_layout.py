@@ -325,9 +325,10 @@ class WeightLayoutRecorder(TorchDispatchMode):
         if unknown := names - self._clones.keys():
             return f"{min(unknown)} is copied to {path} and to another layer"
         live = {weight: TensorLayout.from_tensor(getattr(module, weight)) for weight in records_here}
+        packed_names = vllm_patches.PACKED_OF_EXPERTS if module in self.packed else ()
         unit = ModuleWeights(
             module=module, loaded={weight: record.form for weight, record in records_here.items()}, live=live,
-            packed=frozenset(weight for weight, record in records_here.items() if self._is_packed(module, weight) or live[weight] !=
+            packed=frozenset(weight for weight, record in records_here.items() if weight in packed_names or live[weight] !=
             record.form), padding=[(weight, to, value) for weight, record in records_here.items() for to, value in record.padding],
             num_copies=sum(len(record.copies) for record in records_here.values()),
         )  # fmt: skip
@@ -338,9 +339,6 @@ class WeightLayoutRecorder(TorchDispatchMode):
                 self._table.copies[name].append(TensorCopy(len(self._table.units), weight, to, part))
         self._table.units.append(unit)
         return "" if self._try(unit, names) else f"{path} differs when it is loaded without vLLM"
-
-    def _is_packed(self, module: torch.nn.Module, weight: str) -> bool:
-        return module in self.packed and weight in vllm_patches.PACKED_OF_EXPERTS
 
     def _try(self, unit: ModuleWeights, names: set[str]) -> bool:
         bits, self._is_trying = SavedTensors(unit), True

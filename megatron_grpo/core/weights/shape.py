@@ -193,17 +193,13 @@ class ModelShape:
         """Return the prefix of a layer's Hugging Face tensor names."""
         return f"{self.text_prefix}layers.{layer}."
 
-    def is_moe_layer(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.moe is not None and self.moe.layers[layer]
-
     def is_delta_net_layer(self, layer: int) -> bool:
         """Return whether a layer has the gated delta rule instead of attention."""
         return self.delta_net is not None and self.delta_net.layers[layer]
 
     def find_layer_kind(self, layer: int) -> LayerKind:
         """Return which parts a layer has."""
-        return LayerKind(self.is_moe_layer(layer), self.is_delta_net_layer(layer))
+        return LayerKind(self.moe is not None and self.moe.layers[layer], self.is_delta_net_layer(layer))
 
     @property
     def num_attention_layers(self) -> int:

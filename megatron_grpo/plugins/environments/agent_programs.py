@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, describe_value, one_line, problem_with
+from megatron_grpo.core.base.errors import config_error, describe_value, one_line
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, as_finite_number, find_invalid_columns
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.python_objects import copy_for_user
@@ -153,7 +153,8 @@ def _split_command(command: str) -> list[str]:
     except ValueError as error:
         raise config_error("agent_command", f"agent_command ({command}): {error}.") from error
     if not words or shutil.which(words[0]) is None:
-        raise ConfigError([_not_found(words[0] if words else "", command)])
+        name = next(iter(words), "") or "nothing"
+        raise config_error("agent_command", f"agent_command ({command}): {name} is not a program on this machine.")
     if script := _missing_script(words):
         raise config_error("agent_command", f"agent_command ({command}): {script} does not exist in {Path.cwd()}. Use the path of a file.")
     return words
@@ -164,10 +165,6 @@ def _missing_script(words: Sequence[str]) -> str | None:
     arguments = words[1:] if _INTERPRETER.fullmatch(Path(words[0]).name) else ()
     script = next((word for word in arguments if _WITHOUT_FILE.fullmatch(word) or Path(word).suffix in _SCRIPTS or Path(word).exists()), "")
     return script if Path(script).suffix in _SCRIPTS and not Path(script).exists() else None
-
-
-def _not_found(word: str, command: str) -> Problem:
-    return problem_with("agent_command", f"agent_command ({command}): {word or 'nothing'} is not a program on this machine.")
 
 
 def as_result(value: Any, source: str) -> AgentResult:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -170,13 +170,15 @@ class MathVerifyProcess:
         self.close()
         package = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        # Without keys, because the child processes a model's output and needs none.
+        environ = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
         self._process = process = subprocess.Popen(
             # -P: no current directory on the path, where a user's file.py may be called like a standard module.
             [sys.executable, "-P", "-m", _MODULE, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**_without_secrets(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         try:
             ready = self._read(process, _STARTUP)
@@ -202,11 +204,6 @@ class MathVerifyProcess:
             self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
-
-
-def _without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without keys, because the child processes a model's output and needs none."""
-    return {name: value for name, value in environ.items() if not SECRET.search(name)}
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

@@ -142,11 +142,6 @@ def _longest(cfg: Config) -> int | None:
     return cfg.rollout.vllm_max_model_len or (prompt + cfg.rollout.max_completion_length if prompt is not None else None)
 
 
-def _typed_names(cfg: Config) -> dict[str, str]:
-    """Return the name under which each setting was given; batch sizes may have names of other systems."""
-    return {**cfg.typed, **{flag: origin.name for flag, origin in cfg.origins.items()}}
-
-
 def _bad_certificate(c: SimpleNamespace) -> dict[str, Any] | None:
     if not c.ssl_certfile:
         return None
@@ -175,7 +170,9 @@ def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
 # fmt: off
 RULES = (
     # a configuration file may contain settings of the run as well, so that both commands can read the same file
-    Rule("{name}", lambda c: [{"name": name, "typed": typed_text} for name, typed_text in _typed_names(c.cfg).items()
+    # batch sizes may have been given under names of other systems
+    Rule("{name}", lambda c: [{"name": name, "typed": typed_text}
+         for name, typed_text in {**c.cfg.typed, **{flag: origin.name for flag, origin in c.cfg.origins.items()}}.items()
          if name not in READ and c.cfg.sources.get(name) == COMMAND_LINE],
          "{typed} is a setting of `train` that `serve` does not read. Leave it out, or pass it to `train`."),
     RANGE,

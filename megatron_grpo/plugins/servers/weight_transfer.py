@@ -69,7 +69,8 @@ class _Link:
         self._group: Any = None
         limit, prefixed = timedelta(seconds=seconds), dist.PrefixStore(name, store)
         try:
-            if self.device.type != "cpu" and _share_a_gpu(prefixed, rank, world, limit, gpu_name(self.device)):
+            uuid = "" if self.device.type == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+            if uuid and _share_a_gpu(prefixed, rank, world, limit, uuid):
                 self.device = torch.device("cpu")  # NCCL allows one member per GPU; received tensors may be on the host
             if self.device.type == "cpu":
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -223,11 +224,6 @@ class WeightReceiverWorker(_Link):
             region = header.get("slices", {}).get(str(number))
             bucket.append((name, TensorSlice(tensor, *map(tuple, region)) if region else tensor))
         return bucket
-
-
-def gpu_name(device: torch.device) -> str:
-    """Return the UUID of a GPU."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, own_gpu: str) -> bool:

@@ -153,17 +153,14 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     entries = [part for entry in entries for part in split_entry(entry)]
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
-    translation = dialects().translation(entries) if dialects and _may_be_foreign(entries) else None
+    may_be_foreign = is_from_script(entries) or any(entry.name.rpartition(".")[2] == "dialect" for entry in entries)
+    translation = dialects().translation(entries) if dialects and may_be_foreign else None
     builder = _Builder(ParsedConfig(problems=problems, print_config=print_config), translation, dialects)
     for entry in translation.entries if translation else entries:
         builder.take(entry)
     unknown = dialects().unknown(builder.unknown, translation) if dialects and builder.unknown else _unknown(builder.unknown)
     builder.parsed.problems[builder.first : builder.first] = [*unknown, *(translation.unknowable() if translation else ())]
     return builder.finish(launcher_world_size)
-
-
-def _may_be_foreign(entries: Sequence[RawSetting]) -> bool:
-    return is_from_script(entries) or any(entry.name.rpartition(".")[2] == "dialect" for entry in entries)
 
 
 def _unknown(names: Mapping[str, Sequence[str]]) -> list[Problem]:

@@ -105,7 +105,8 @@ def size_problems(
         blamed = typed_flags or [flag for flag in flags if flag in SIZES or flag in inputs.typed] or flags
         nearest_values = {}
         if others_pass and not unreadable:
-            nearest_values = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
+            fixed = {WORLD} if cfg.sources.get(WORLD) == "launcher" else set()
+            nearest_values = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and flag not in fixed}
         proposals = {names[flag]: values for flag, values in nearest_values.items() if values and flag in blamed}
         other_proposals = {
             names[flag]: values for flag, values in nearest_values.items() if values and flag not in blamed and flag in SIZES
@@ -118,10 +119,6 @@ def size_problems(
             )
         )
     return problems
-
-
-def _changeable(flag: str, cfg: Config) -> bool:
-    return not (flag == WORLD and cfg.sources.get(WORLD) == "launcher")
 
 
 def _sentence(core: str, proposals: Mapping[str, Sequence[int]]) -> str:
@@ -167,14 +164,9 @@ def nearest(inputs: BatchSizeInputs, flag: str) -> list[int]:
         lower = iter(range((present - 1) // step * step, least - 1, -step)) if present > least else iter(())
         higher = iter(range(-(-first // step) * step, first + step * (MOST_CANDIDATES + 1), step))
     result: list[int] = []
-    for side in (lower, higher):
-        result += islice((v for v in islice(side, MOST_CANDIDATES) if _all_hold(inputs.with_value(flag, v))), 1)
+    for side in (lower, higher):  # no rule may be violated; `lower_bounds` hold
+        result += islice((v for v in islice(side, MOST_CANDIDATES) if not any(r.broken for r in rules(inputs.with_value(flag, v)))), 1)
     return result
-
-
-def _all_hold(inputs: BatchSizeInputs) -> bool:
-    """Return whether no rule is violated; assumes that `lower_bounds` hold."""
-    return not any(rule.broken for rule in rules(inputs))
 
 
 def _sieve(inputs: BatchSizeInputs, flag: str) -> tuple[int, int | None]:

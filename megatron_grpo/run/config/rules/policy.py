@@ -119,11 +119,6 @@ def needs_local_layers(shape: ModelShape) -> str | None:
     return next((reason for reason, has in reasons.items() if has), None)
 
 
-def first_chunk_layers(cfg: Config, num_layers: int) -> int:
-    """Return the number of layers of the first stage's first model chunk."""
-    return layer_counts(cfg.parallel, num_layers)[0][0]
-
-
 # ---- rules that compute something
 
 
@@ -155,7 +150,7 @@ def _late_tower(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message's values if the tower adds features to more layers (DeepStack) than the first model chunk has."""
     if not c.shape.vision or not c.shape.vision.num_deepstack:
         return None
-    first_layers, chunks = first_chunk_layers(c.cfg, c.shape.num_layers), c.virtual_pipeline_model_parallel_size or 1
+    first_layers, chunks = layer_counts(c.cfg.parallel, c.shape.num_layers)[0][0], c.virtual_pipeline_model_parallel_size or 1
     if first_layers >= c.shape.vision.num_deepstack:
         return None
     chunk_note = {"more": " virtual_pipeline_model_parallel_size", "told": f", {chunks} chunks per stage"} if chunks > 1 else {}

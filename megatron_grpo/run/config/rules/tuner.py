@@ -164,15 +164,12 @@ def freezing_problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
         return selection_problems
     rule = trains(cfg)
     if not any(rule(name) for entry in parameters if not entry.is_buffer for name, _ in entry.hf):
-        flags = tuple(flag for flag in (*_freezing_parts(shape), "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
+        parts = ("freeze_llm", "freeze_vit", "freeze_aligner") if shape.vision else ()
+        flags = tuple(flag for flag in (*parts, "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
         thaw = "" if shape.vision is None else " Use freeze_llm, freeze_vit or freeze_aligner false."
         return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model. "
                                              f"Select weights to train with trainable_parameters.{thaw}")]  # fmt: skip
     return [*_parts(cfg, parameters, rule), *_biases_without_weights(cfg, parameters, rule)]
-
-
-def _freezing_parts(shape: ModelShape) -> tuple[str, ...]:
-    return ("freeze_llm", "freeze_vit", "freeze_aligner") if shape.vision else ()
 
 
 def _missing_parts(cfg: TunerConfig, shape: ModelShape) -> Iterator[Problem]:
