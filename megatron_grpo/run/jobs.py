@@ -67,16 +67,13 @@ def restart(env: Mapping[str, str]) -> str:
     return next((f"{name}={env[name]}" for name in _RESTARTS if env.get(name, "0") not in ("", "0")), "")
 
 
-def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+def number_asked_for() -> tuple[str, int] | None:
     """Return which variables ask for more than one process, if RANK is not set.
-
-    Args:
-        env: Environment variables; None reads those of this process.
 
     Returns:
         (text that names the variables and their values, number of processes), or None.
     """
-    env = os.environ if env is None else env
+    env = os.environ
     if "RANK" in env:
         return None
     if _count(env, "NPROC_PER_NODE") * _count(env, "NNODES") > 1 and "NPROC_PER_NODE" in env:
@@ -99,26 +96,22 @@ def not_launched_problem(source: str, world_size: int, argv: Sequence[str]) -> P
     return Problem(flags=(source.split(" ")[0],), message=message)
 
 
-def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] | None = None) -> str:
-    """Return the command that starts all ranks of `megatron-grpo train`.
-
-    Args:
-        env: Environment variables; None reads those of this process.
-    """
-    env = os.environ if env is None else env
+def torchrun_line(argv: Sequence[str], world_size: int) -> str:
+    """Return the command that starts all ranks of `megatron-grpo train`."""
+    env = os.environ
     nodes = _count(env, "SLURM_NNODES") if "SLURM_NTASKS" in env else _count(env, "NNODES")
     if world_size % nodes:
         nodes = 1
-    launcher = f"torchrun --nproc_per_node {world_size // nodes}"
+    command = f"torchrun --nproc_per_node {world_size // nodes}"
     if nodes > 1 and "SLURM_NTASKS" in env:
         first = "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
-        launcher = f"srun --ntasks {nodes} --ntasks-per-node 1 torchrun --nnodes {nodes} --nproc_per_node {world_size // nodes}"
-        launcher += f" --rdzv_backend c10d --rdzv_id $SLURM_JOB_ID --rdzv_endpoint {first}:29500"
+        command = f"srun --ntasks {nodes} --ntasks-per-node 1 torchrun --nnodes {nodes} --nproc_per_node {world_size // nodes}"
+        command += f" --rdzv_backend c10d --rdzv_id $SLURM_JOB_ID --rdzv_endpoint {first}:29500"
     elif nodes > 1:
-        launcher += f" --nnodes {nodes} --node_rank THIS_NODE --master_addr FIRST_NODE --master_port 29500"
+        command += f" --nnodes {nodes} --node_rank THIS_NODE --master_addr FIRST_NODE --master_port 29500"
     elif "SLURM_NTASKS" in env:
-        launcher = f"srun --ntasks 1 {launcher}"
-    return f"{launcher} -m megatron_grpo train {shlex.join(argv)}"
+        command = f"srun --ntasks 1 {command}"
+    return f"{command} -m megatron_grpo train {shlex.join(argv)}"
 
 
 def _count(env: Mapping[str, str], name: str) -> int:

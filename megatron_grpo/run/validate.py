@@ -108,14 +108,9 @@ def user_code(cfg: Config) -> list[tuple[str, str, str]]:
     turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
     turns += [("environment", flag, getattr(cfg.turns, flag)) for flag in ("agent", "agent_verdict")]
     code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]
-    return [
-        (part, flag, spec) for part, flag, spec in (*code, ("rollout_func",) * 2 + (cfg.rollout.rollout_func,)) if spec and _is_file(spec)
-    ]
-
-
-def _is_file(spec: str) -> bool:
-    """Return whether an entry names a function of a file or module, not a built-in and not an object of a program."""
-    return ":" in spec and not python_objects.is_given(spec)
+    code.append(("rollout_func", "rollout_func", cfg.rollout.rollout_func))
+    # neither built-in functions nor objects of a program
+    return [(part, flag, spec) for part, flag, spec in code if spec and ":" in spec and not python_objects.is_given(spec)]
 
 
 def _not_loaded(cfg: Config, flag: str, spec: str) -> str:

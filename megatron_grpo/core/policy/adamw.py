@@ -47,7 +47,8 @@ class AdamW(torch.optim.Optimizer):
             group["step"] = 0
             for parameter in group["params"]:
                 self.state[parameter] = {name: self._nothing(parameter, name) for name in self._dtypes}
-                self._scales[parameter] = {name: _block_ones(parameter) for name in self._dtypes}
+                scales = torch.ones(-(-parameter.numel() // BLOCK), dtype=torch.float32, device=parameter.device)
+                self._scales[parameter] = {name: scales.clone() for name in self._dtypes}
         self.reload()
 
     @property
@@ -159,10 +160,6 @@ class AdamW(torch.optim.Optimizer):
 def _blocks(parameter: torch.Tensor) -> Iterator[tuple[int, slice]]:
     for number, first in enumerate(range(0, parameter.numel(), BLOCK)):
         yield number, slice(first, min(first + BLOCK, parameter.numel()))
-
-
-def _block_ones(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.ones(-(-parameter.numel() // BLOCK), dtype=torch.float32, device=parameter.device)
 
 
 def _compute_scale(values: torch.Tensor, largest: float) -> torch.Tensor:

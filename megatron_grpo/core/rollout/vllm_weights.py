@@ -9,7 +9,7 @@ the reason.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,9 @@ class WeightLoader:
             elif self.reason is None:
                 missing = self._learn(worker, model, joined(tensors), has_tower=has_tower, is_tower_there=is_tower_there)
             else:
-                missing = self._reload(worker, model, copy_changed_tensors(joined(tensors)))
+                # vLLM changes some tensors as it loads them
+                copied = ((name, tensor.clone() if name.endswith(_ADDED_ONCE) else tensor) for name, tensor in joined(tensors))
+                missing = self._reload(worker, model, copied)
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
         refuse_changed(worker, buffers, "The weight update", besides=self._loaded_buffers)
@@ -190,11 +192,6 @@ class _CopyOnce:
     def __call__(self, part: torch.Tensor) -> None:
         del self.shell.copy_  # otherwise tensors made from the shell would inherit it, and redirect later copies
         self.shell.weight_loader(self.shell, part)
-
-
-def copy_changed_tensors(tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors, with copies of those that vLLM changes as it loads them."""
-    return ((name, tensor.clone() if name.endswith(_ADDED_ONCE) else tensor) for name, tensor in tensors)
 
 
 # ---- the adapter that an engine samples with: one at a time, from memory, each under a new name --------------------------------------

@@ -24,7 +24,6 @@ from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.rollouts import KlPenalty, Rollouts
 from megatron_grpo.core.trainer.step_monitor import StepMonitor
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
-from megatron_grpo.core.types import Prompt
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run import plug_ins
 from megatron_grpo.run.assemble import AnalysisHooks, Listener, Planner, RunParts, RunPlan
@@ -44,7 +43,6 @@ from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.config.evaluation import describe_rules, eval_sampling, find_pass_reward, find_score, list_reward_maxima
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.data.prompts import PromptStream
 from megatron_grpo.run.inputs import ValidatedInputs, settings_of_sampler
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.rewards.reward_manager import RewardManager
@@ -243,22 +241,13 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
 
     training = SamplingSettings.from_config(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = EvaluationSpec(
-        sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
+        sets={name: stream.take(min(len(stream), cfg.eval.eval_num_prompts or len(stream))) for name, stream in inputs.held_out.items()},
         sampling=make_eval_sampling(training, eval_sampling(cfg)), score=find_score(cfg, reward_manager.names),
         pass_threshold=cfg.eval.eval_pass_threshold,
         most=list_reward_maxima(cfg), pass_reward=find_pass_reward(cfg, reward_manager.names), seed=cfg.eval.eval_seed,
         episodes=describe_rules(cfg),
     )  # fmt: skip
     return Evaluator(question, sampler, reward_manager, eval_steps=cfg.eval.eval_steps, last_step=last_step)
-
-
-def held_out_prompts(stream: PromptStream, max_prompts: int | None) -> list[Prompt]:
-    """Return the prompts of a held-out set that evaluations use, the same in each evaluation.
-
-    Args:
-        max_prompts: Maximum number of prompts; None for all.
-    """
-    return stream.take(min(len(stream), max_prompts or len(stream)))
 
 
 def offloaded_roles(run: ScheduledRun, parallel: ParallelState, planner: Planner) -> tuple[Role, ...]:

@@ -14,16 +14,11 @@ _LENGTHS = ("max_prompt_length", "max_completion_length")
 _LARGEST = 128  # largest size tried for `nearest`
 
 
-def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1, whole_down_projections: bool = False) -> list[Problem]:
-    """Return the problems of a model's sizes with these parallel sizes, each with the nearest sizes that work.
-
-    Args:
-        whole_down_projections: Whether the down projections of multi-latent attention are replicated, as with Transformer Engine; the local
-            spec cuts them.
-    """
+def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1) -> list[Problem]:
+    """Return the problems of a model's sizes with these parallel sizes, each with the nearest sizes that work."""
     moe = shape.moe
     return [
-        *_problems_of_size(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
+        *_problems_of_size(TP, tp, lambda ranks: _tensor_parallel(shape, ranks)),
         *_problems_of_size(EP, ep, lambda ranks: _experts(shape, ranks, "num_experts", moe.num_experts if moe else None)),
         *_problems_of_size(
             ETP, etp, lambda ranks: _experts(shape, ranks, "experts' intermediate size", moe.ffn_hidden_size if moe else None)
@@ -84,11 +79,11 @@ def _cut_alike(shape: ModelShape) -> dict[str, int]:
     return sizes
 
 
-def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -> Iterator[str]:
+def _tensor_parallel(shape: ModelShape, tp: int) -> Iterator[str]:
     sizes = _cut_alike(shape)
     if shape.moe and shape.moe.shared_ffn_hidden_size:
         sizes["shared experts' intermediate size"] = shape.moe.shared_ffn_hidden_size
-    if shape.mla and not whole_down_projections:
+    if shape.mla:  # whose down projections the local spec cuts; Transformer Engine would replicate them
         sizes["kv_lora_rank + qk_rope_head_dim"] = shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
         if shape.mla.q_lora_rank:
             sizes["q_lora_rank"] = shape.mla.q_lora_rank
