@@ -177,8 +177,8 @@ def grids() -> Table:
 
 def measure(rank: int, world: int, folder: Path, is_async: bool):
     """(seconds that `save` took, seconds until it was complete), medians of some saves."""
+    from megatron_grpo.core.metadata import Progress
     from megatron_grpo.core.parallel import collectives
-    from megatron_grpo.core.types import Progress
     from tests.distributed.test_checkpoint import Policy, Prompts, Waiting, checkpoints
 
     policy, keeper = Policy(world, hidden=512, bf16=True), checkpoints(folder, async_save=is_async, save_total_limit=1)

@@ -229,13 +229,13 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
     from megatron_grpo.core.base.activity import Timers
     from megatron_grpo.core.batching.batch_sizes import BatchSizes
     from megatron_grpo.core.batching.schedule import TrainingSchedule
+    from megatron_grpo.core.metadata import Progress
     from megatron_grpo.core.rollout.engine import SamplingSettings
     from megatron_grpo.core.settings import GrpoConfig
     from megatron_grpo.core.trainer import sample_buffer as rows_that_wait
     from megatron_grpo.core.trainer.generation import RolloutGenerator
     from megatron_grpo.core.trainer.rollouts import Rollouts
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
-    from megatron_grpo.core.types import Progress
     from megatron_grpo.run.rewards.protocol import RewardFunction
     from megatron_grpo.run.rewards.reward_manager import RewardManager
     from tests.scripted_engine import ScriptedEngine

@@ -28,7 +28,7 @@ LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
 API = {
     "Trainer and scores": ["api.trainer", "api.score"],
     "Training loop": ["core.train"],
-    "Data types": ["core.types", "core.arrays"],
+    "Data types": ["core.types", "core.metadata", "core.arrays"],
     "Loss and advantages": ["core.grpo.loss", "core.grpo.objectives", "core.grpo.advantages"],
     "Policy": ["core.policy.policy", "core.policy.reference", "core.policy.gradient_check"],
     "Rollout engine": ["core.rollout.engine"],

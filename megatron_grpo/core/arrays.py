@@ -13,6 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def empty_index() -> np.ndarray:
+    """Return an int64 array without elements."""
+    return np.zeros(0, dtype=np.int64)
+
+
 def ragged(starts: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Return the indices of the elements of some stretches of a flat array, one stretch after another.
 

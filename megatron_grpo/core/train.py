@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatron_grpo.core.batching.schedule import ScheduledStep, TrainingSchedule
+    from megatron_grpo.core.metadata import Progress, Rollout, TrainingRows
     from megatron_grpo.core.parallel.state import ParallelState
     from megatron_grpo.core.policy.gradient_check import SkippedStep
     from megatron_grpo.core.policy.policy import Policy, TrainedStep
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_grpo.core.trainer.rollouts import MetricsProcessor, PromptSource, Rollouts
     from megatron_grpo.core.trainer.step_monitor import StepMonitor
     from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
-    from megatron_grpo.core.types import GlobalBatch, Progress, Rollout, TrainingRows
+    from megatron_grpo.core.types import GlobalBatch
 
 
 class StopRequest(Protocol):

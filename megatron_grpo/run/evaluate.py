@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.core.grpo.advantages import total_rewards
+from megatron_grpo.core.metadata import GroupMetadata
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.core.trainer.scored_rollout import gather_metadata
-from megatron_grpo.core.types import FAULTS, Group, GroupMetadata, Prompt, ScoredGroup
+from megatron_grpo.core.types import FAULTS, Group, Prompt, ScoredGroup
 from megatron_grpo.run.config.evaluation import SUM, EvalSampling
 from megatron_grpo.run.metrics.evaluations import EACH, EvaluationResult
 from megatron_grpo.run.metrics.rollout import count_columns, join_columns, text_columns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from tests.distributed.test_checkpoint import Policy, Prompts, Waiting, checkpoints, pending_samples, run_of, save_after, tensors_of
 from tests.ranks import run_ranks
 

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.core.types import Progress, Sample, SampleWithOldLogprobs
+from megatron_grpo.core.metadata import Progress
+from megatron_grpo.core.types import Sample, SampleWithOldLogprobs
 from tests import fused_adam
 from tests.ranks import run_ranks
 

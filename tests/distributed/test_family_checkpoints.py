@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from tests import parity_cases as cases
 from tests.distributed.test_checkpoint import Prompts, Waiting, checkpoints, restored
 from tests.offload_cases import LOW

@@ -210,8 +210,8 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
     def body(rank, world):
         from types import SimpleNamespace
 
+        from megatron_grpo.core.metadata import TrainingRows
         from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
-        from megatron_grpo.core.types import TrainingRows
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
         rows = TrainingRows.from_samples(first, dp_rank=policy.cut.find_dp_rank(np.array([sample.row for sample in first])))

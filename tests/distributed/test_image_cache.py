@@ -18,7 +18,7 @@ def test_rows_that_wait_show_their_pictures_again(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def body(rank, world_size):
-        from megatron_grpo.core.types import Progress
+        from megatron_grpo.core.metadata import Progress
         from megatron_grpo.run.config.settings import DataConfig
         from megatron_grpo.run.data.prompts import open_stream
 

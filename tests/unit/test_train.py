@@ -26,13 +26,14 @@ from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.batching.split import BatchPartitioner
 from megatron_grpo.core.grpo.advantages import advantages
 from megatron_grpo.core.grpo.loss import token_weights
+from megatron_grpo.core.metadata import GroupMetadata, Progress
 from megatron_grpo.core.policy.gradient_check import BadMicroBatch, SkipCounter, SkippedStep
 from megatron_grpo.core.rollout.engine import SamplingSettings, make_completion
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.train import Run, sync_stop_flags, train
 from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.rollouts import Rollouts, dynamic_sampling
-from megatron_grpo.core.types import GroupMetadata, Progress, ScoredGroup
+from megatron_grpo.core.types import ScoredGroup
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator
 from tests.scripted_engine import ScriptedEngine

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-    from megatron_grpo.core.types import TrainingRows
+    from megatron_grpo.core.metadata import TrainingRows
 
 RowKind = Literal["no_token", "truncated", "zero_std", "zero_advantage"]
 # The settings that `zero_gradient_kinds` reads.

@@ -14,11 +14,12 @@ import numpy as np
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.batching.prefix_groups import find_prefix
+from megatron_grpo.core.metadata import GroupMetadata
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import ROUNDING, BackgroundSampler, GenerationFuture, Sampler, SamplingSettings, WeightsLostError
 from megatron_grpo.core.rollout.sampling_mask import TIES
 from megatron_grpo.core.trainer.scored_rollout import GroupScorer, gather_metadata
-from megatron_grpo.core.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup, TokenSequence
+from megatron_grpo.core.types import Completion, Group, Prompt, ScoredGroup, TokenSequence
 
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.experts import ExpertLayers

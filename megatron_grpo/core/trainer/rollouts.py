@@ -18,30 +18,21 @@ import numpy as np
 
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.grpo.advantages import advantages, zero_std_groups
+from megatron_grpo.core.metadata import SHARED_FIELDS, GroupMetadata, Rollout, TrainingRows, tokens_by_version
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.sample_buffer import DistributedRows, move_to_dp_ranks, score_rows, send_to_dp_ranks, without_experts
 from megatron_grpo.core.trainer.scored_rollout import DynamicSamplingResult, PartialRolloutInfo, ScoredRollout, check_failures
-from megatron_grpo.core.types import (
-    SHARED_FIELDS,
-    Completion,
-    GroupMetadata,
-    Prompt,
-    Rollout,
-    RowKey,
-    Sample,
-    ScoredGroup,
-    TrainingRows,
-    tokens_by_version,
-)
+from megatron_grpo.core.types import Completion, Prompt, RowKey, Sample, ScoredGroup
 
 if TYPE_CHECKING:
     from megatron_grpo.core.base.activity import Timers
+    from megatron_grpo.core.metadata import Progress
     from megatron_grpo.core.policy.policy import Policy
     from megatron_grpo.core.policy.reference import Reference
-    from megatron_grpo.core.types import GlobalBatch, Progress
+    from megatron_grpo.core.types import GlobalBatch
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from megatron_grpo.core.batching.schedule import ScheduledStep
 from megatron_grpo.core.batching.split import BatchPartitioner, partition, partition_for_scoring
 from megatron_grpo.core.grpo.loss import TokenWeights
 from megatron_grpo.core.grpo.zero_gradient import RowKind, has_zero_gradient
+from megatron_grpo.core.metadata import Rollout, TrainingRows
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.types import GlobalBatch, MicroBatch, Rollout, RowKey, Sample, TrainingRows
+from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, Sample
 
 if TYPE_CHECKING:
     from megatron_grpo.core.policy.passes import ModelScorer

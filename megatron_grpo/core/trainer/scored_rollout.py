@@ -11,8 +11,9 @@ import numpy as np
 
 from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.grpo.advantages import Advantages
+from megatron_grpo.core.metadata import GroupMetadata
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.types import FAULTS, Group, GroupMetadata, ScoredGroup
+from megatron_grpo.core.types import FAULTS, Group, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

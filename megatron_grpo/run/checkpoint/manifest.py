@@ -26,7 +26,7 @@ from typing import Any
 from megatron_grpo import __version__
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.files import atomic_write_text, parse_json, sync
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # not among the files of the manifest: written when the weights have trained, some steps after they were saved

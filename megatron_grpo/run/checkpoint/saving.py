@@ -24,9 +24,10 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.cleanup import run_in_thread
 from megatron_grpo.core.base.errors import ConfigError, config_error
 from megatron_grpo.core.base.files import atomic_write, parse_json, write_mark
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import PartialCompletion
-from megatron_grpo.core.types import Progress, Sample
+from megatron_grpo.core.types import Sample
 from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.run.checkpoint.manifest import CONFIG, MIB, CheckpointDirectory, Manifest, find_damage, manifest_content

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.files import atomic_write_text, parse_json
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
-from megatron_grpo.core.types import GlobalBatch, Progress
+from megatron_grpo.core.types import GlobalBatch
 from megatron_grpo.run.config.evaluation import name_curve
 from megatron_grpo.run.metrics.display import Display
 from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations, compare_evaluations, curves_in, describe, score_of_record

@@ -12,10 +12,11 @@ import numpy as np
 
 from megatron_grpo.core.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
 from megatron_grpo.core.images import num_tokens
+from megatron_grpo.core.metadata import GroupMetadata, Progress
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.collectives import Node
 from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
-from megatron_grpo.core.types import FAULTS, EpisodeRecord, Group, GroupMetadata, Progress, Prompt, ScoredGroup
+from megatron_grpo.core.types import FAULTS, EpisodeRecord, Group, Prompt, ScoredGroup
 from megatron_grpo.run.metrics.records import BestEffort, write_table
 
 

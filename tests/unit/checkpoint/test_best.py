@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFingerprint, manifest_content
 from megatron_grpo.run.checkpoint.output_files import BestCheckpoint
 

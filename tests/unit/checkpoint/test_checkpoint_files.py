@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base import activity
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFingerprint, find_damage, manifest_content, read_manifest
 from tests.checkpoint_files import fingerprints
 

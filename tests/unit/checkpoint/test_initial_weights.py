@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFingerprint, manifest_content
 from megatron_grpo.run.checkpoint.resume import checkpoint_path, initial_weights_problems, read_initial_weights
 from megatron_grpo.run.config.parse import resolve

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.checkpoint.fingerprints import DAY, FLAGS, list_settings
 from megatron_grpo.run.checkpoint.manifest import POINTER, CheckpointDirectory, RunFingerprint, manifest_content
 from megatron_grpo.run.checkpoint.resume import find_checkpoints, plan_resume

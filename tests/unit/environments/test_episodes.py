@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.metadata import GroupMetadata
 from megatron_grpo.core.trainer.scored_rollout import EnvironmentFailuresError, check_failures
-from megatron_grpo.core.types import (
-    FAULTS,
-    Completion,
-    EpisodeNumbers,
-    EpisodeRecord,
-    Group,
-    GroupMetadata,
-    Prompt,
-    ScoredGroup,
-    TokenSequence,
-)
+from megatron_grpo.core.types import FAULTS, Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt, ScoredGroup, TokenSequence
 from megatron_grpo.plugins.rewards.rule_based import build_environment
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.metrics.rollout import Completions, episode_stats

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.metrics.evaluations import Evaluations, compare_evaluations, describe
 from tests.evaluated import evaluated
 from tests.loggers import logger_in

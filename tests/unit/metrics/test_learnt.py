@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.metrics.summary import GradientSummary
 from tests.loggers import logger_in
 

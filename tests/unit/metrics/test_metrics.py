@@ -20,9 +20,10 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.grpo.advantages import Advantages
+from megatron_grpo.core.metadata import GroupMetadata, Progress
 from megatron_grpo.core.rollout.engine import make_completion
 from megatron_grpo.core.trainer.scored_rollout import DynamicSamplingResult, ScoredRollout
-from megatron_grpo.core.types import Group, GroupMetadata, Progress, Prompt, ScoredGroup
+from megatron_grpo.core.types import Group, Prompt, ScoredGroup
 from megatron_grpo.run.metrics import display
 from megatron_grpo.run.metrics.display import describe_phase
 from megatron_grpo.run.metrics.reporters import report_to_problems
@@ -418,8 +419,8 @@ def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
     """Two nodes of two ranks: text is handed to the first rank of the node alone."""
 
     def body(rank, world, folder):
+        from megatron_grpo.core.metadata import Progress
         from megatron_grpo.core.parallel import collectives
-        from megatron_grpo.core.types import Progress
 
         told, both = [], rollout_of_two()
         where = collectives.node(f"machine {rank // 2}")

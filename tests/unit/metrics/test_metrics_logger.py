@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.core.parallel.collectives import Node
 from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo
-from megatron_grpo.core.types import Progress
 from megatron_grpo.run.assemble.output import version_check
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.metrics.rollout import Completions

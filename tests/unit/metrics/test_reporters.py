@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.metrics import reporters
 from megatron_grpo.run.metrics.reporters import ReporterInit, report_to_problems, services
 from tests.evaluated import evaluated

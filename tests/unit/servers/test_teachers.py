@@ -12,9 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_grpo.core.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
+from megatron_grpo.core.metadata import TrainingRows
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.trainer.sample_buffer import DistributedRows
-from megatron_grpo.core.types import TokenSequence, TrainingRows
+from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import Server
 from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup, TokensToScore

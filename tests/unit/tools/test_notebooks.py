@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.run.metrics import registry
 from megatron_grpo.run.metrics.evaluations import EvaluationResult
 from tests.loggers import logger_in

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.batching.split import BatchPartitioner
+from megatron_grpo.core.metadata import Progress
 from megatron_grpo.core.rollout.engine import PartialCompletion, SampledTurn, SamplingSettings, WeightSyncError
 from megatron_grpo.core.rollout.turns import EngineAssignment
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.rollouts import Rollouts
-from megatron_grpo.core.types import Progress
 from megatron_grpo.plugins.partial_rollouts import engine as partial_rollouts
 from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration, join_versions, part_seed
 from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck

@@ -18,6 +18,7 @@ from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.batching.split import BatchPartitioner
 from megatron_grpo.core.grpo.advantages import zero_std_groups
+from megatron_grpo.core.metadata import GroupMetadata
 from megatron_grpo.core.parallel.layout import Layout
 from megatron_grpo.core.rollout.engine import SamplingSettings, make_completion
 from megatron_grpo.core.settings import GrpoConfig
@@ -25,7 +26,7 @@ from megatron_grpo.core.trainer.generation import InvalidLogprobsError, InvalidS
 from megatron_grpo.core.trainer.rollouts import Rollouts
 from megatron_grpo.core.trainer.rollouts import dynamic_sampling as collect
 from megatron_grpo.core.trainer.sample_buffer import without_training
-from megatron_grpo.core.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup
+from megatron_grpo.core.types import Prompt, SampleWithOldLogprobs, ScoredGroup
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from megatron_grpo.run.metrics.rollout import rollout_stats, selection_stats
 from tests.scripted_engine import ScriptedEngine
