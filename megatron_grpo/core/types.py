@@ -302,6 +302,8 @@ class MicroBatch:
         token_ids: Token IDs, int64 [T].
         positions: Position of each token in its context; [3, T] (frame, row, column) if there is an image; int64 [T].
         num_references: Number of contexts that share a token; 0 is alignment padding; int64 [T].
+        segments: Parents, then their children (grouped by parent), then segments without parent or child, then padding; they cover the
+            stream.
         logit_positions: Position whose logits predict each target, int64 [C]; a position that several contexts share predicts
             several tokens.
         targets: Token to predict at each position, int64 [C].
@@ -309,6 +311,7 @@ class MicroBatch:
         num_sequences: Number of sequences S.
         places: Position of each in the stream; -1: not computed; int64 [tokens of all sequences, row by row].
         experts: Experts to replay for each token; -1 routes freely; int16 [T, MoE layers, k].
+        sampling_mask: Token IDs that the softmax of each of the C trained positions runs over; None: the whole vocabulary.
         images: Each image once, however many contexts contain it.
         image_positions: Positions of image tokens in the stream, ascending; int64 [n].
         image_token_index: Index of the image token among those of all `images`, int64 [n].
@@ -318,7 +321,6 @@ class MicroBatch:
     token_ids: np.ndarray
     positions: np.ndarray
     num_references: np.ndarray
-    # They cover the stream: parents, then their children (grouped by parent), then segments without parent or child, then padding.
     segments: tuple[Segment, ...]
     logit_positions: np.ndarray
     targets: np.ndarray
@@ -327,9 +329,7 @@ class MicroBatch:
     num_contexts: int
     places: np.ndarray
     experts: np.ndarray | None = None
-    sampling_mask: SamplingMask | None = (
-        None  # of the C trained positions: token IDs that their softmax runs over; None: the whole vocabulary
-    )
+    sampling_mask: SamplingMask | None = None
     images: tuple[Image, ...] = ()
     image_positions: np.ndarray = field(default_factory=empty_index)
     image_token_index: np.ndarray = field(default_factory=empty_index)

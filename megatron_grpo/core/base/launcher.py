@@ -64,10 +64,9 @@ def read(env: Mapping[str, str] | None = None) -> LaunchInfo:
     """
     env = os.environ if env is None else env
     report_file, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
-    end_message = (
-        report_file.parent.parent / "megatron_grpo.ended" if report_file is not None and error_file else None
-    )  # beside its attempt_0, attempt_1, ...
-    single = LaunchInfo(report_file=report_file, attempts_file=end_message, error_file=Path(error_file) if error_file else None)
+    # Beside its attempt_0, attempt_1, ...
+    attempts_file = report_file.parent.parent / "megatron_grpo.ended" if report_file is not None and error_file else None
+    single = LaunchInfo(report_file=report_file, attempts_file=attempts_file, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
         invalid = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (is_count(env[name]) and int(env[name]))]
         message = f"The environment sets the number of processes, but {'; '.join(invalid)}. Unset it, or start the job with torchrun."

@@ -282,9 +282,8 @@ def _local_images(batch: MicroBatch, local_index: np.ndarray, tensor: ToDevice) 
     image_numbers = np.unique(image_of_token)
     counts = np.diff(ends, prepend=0)
     begins = np.zeros(len(ends), dtype=np.int64)
-    begins[image_numbers] = (
-        np.cumsum(counts[image_numbers]) - counts[image_numbers]
-    )  # first token of each needed image among those of the needed ones
+    # First token of each needed image among those of the needed ones.
+    begins[image_numbers] = np.cumsum(counts[image_numbers]) - counts[image_numbers]
     token = batch.image_token_index[local] - (ends - counts)[image_of_token] + begins[image_of_token]
     local_rows = local_index[batch.image_positions[local]]
     order = np.argsort(local_rows, kind="stable")

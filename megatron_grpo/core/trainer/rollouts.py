@@ -215,9 +215,8 @@ class Rollouts:
         self.generator, self.prompts, self.cfg, self.schedule = generator, prompts, cfg, schedule
         self.cut, self.parallel, self.logger, self.penalty, self.teacher = policy.cut, policy.parallel, logger, penalty, teacher
         self.num_groups = schedule.sizes.num_rollout_prompts
-        self.partial: InterruptedSampling | None = (
-            None  # the generator's sampler, if it interrupts completions at weight syncs; set by the caller
-        )
+        # The generator's sampler, if it interrupts completions at weight syncs; set by the caller.
+        self.partial: InterruptedSampling | None = None
         self._under_way: dict[int, int] = {}  # rollout number: prompts being sampled
         self._drained: set[int] = set()
 
