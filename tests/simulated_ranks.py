@@ -177,7 +177,7 @@ class OneRank:
         from megatron_grpo.run.metrics.rollout import TOKENS
 
         one = self.on_pre_optimizer_step[-1]
-        columns = self.completions._columns(0, next(iter(one.held.values())), one)
+        columns = self.completions._columns(0, next(iter(one.local_groups.values())), one)
         found: dict[int, Any] = {}
         for mate in range(self.me + 1, min(self.me + per_node, self.world.size)):
             for number in self.judged_by(mate):

@@ -366,10 +366,10 @@ class Rollouts:
             with self.generator.timers("teacher"):
                 teacher_logprobs = self.teacher(placed)
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
-        arrived = None if partial is None else PartialRolloutInfo(version=version_collected, metrics=partial)
-        self.logger.rollout(
-            ScoredRollout(number=number, result=result, advantages=group_advantages, penalty=penalty, held=scored_groups, arrived=arrived)
-        )
+        partial_info = None if partial is None else PartialRolloutInfo(version=version_collected, metrics=partial)
+        self.logger.rollout(ScoredRollout(
+            number=number, result=result, advantages=group_advantages, penalty=penalty, local_groups=scored_groups, partial=partial_info,
+        ))  # fmt: skip
         size, group_size = self.cut.rows_per_slice, len(metas[0].rewards)
         rows = replace(
             rows,

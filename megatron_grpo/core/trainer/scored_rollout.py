@@ -56,19 +56,18 @@ class PartialRolloutInfo:
 class ScoredRollout:
     """One scored rollout, as the logger receives it.
 
-    `held`: {index among the kept groups: scored group} for the groups that this rank scored.
-
     Args:
         penalty: Values that `kl_in_reward` subtracted, float64 [num_groups, G].
-        arrived: With partial rollouts.
+        local_groups: {index among the kept groups: scored group} for the groups that this rank scored.
+        partial: With partial rollouts.
     """
 
     number: int
     result: DynamicSamplingResult
     advantages: Advantages
     penalty: np.ndarray | None
-    held: Mapping[int, ScoredGroup]
-    arrived: PartialRolloutInfo | None = None
+    local_groups: Mapping[int, ScoredGroup]
+    partial: PartialRolloutInfo | None = None
 
 
 class GroupScorer(Protocol):

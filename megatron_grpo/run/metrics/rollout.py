@@ -47,7 +47,7 @@ def rollout_stats(
     if any(meta.episodes for meta in metas):
         stats |= episode_stats(metas)
     for rollout in rollouts:
-        stats |= rollout.arrived.metrics if rollout.arrived else {}
+        stats |= rollout.partial.metrics if rollout.partial else {}
     if penalties := [rollout.penalty for rollout in rollouts if rollout.penalty is not None]:
         stats["kl_in_reward"] = float(np.concatenate(penalties).mean())
     return stats | (selection_stats(rollouts, selection_weights) if selection_weights is not None else {})
@@ -161,13 +161,13 @@ class Completions:
         if not self.every or rollout.number % self.every:
             return None
         # Rollouts that overlap may share their oldest version; they never share the version at which they arrive.
-        version = rollout.arrived.version if rollout.arrived else rollout.result.kept[0].version
+        version = rollout.partial.version if rollout.partial else rollout.result.kept[0].version
         number = self._latest[1] if self._latest[0] == version else 0
         self._latest = (version, number + 1)
         name = f"step_{version:06d}{f'_{number}' if number else ''}"
         writes = self._has_its_turn(rollout.number // self.every)
         is_wanted = writes or (self.node.number == 0 and self._write_table is not None)
-        local = [self._columns(index, group, rollout) for index, group in rollout.held.items()] if is_wanted else []
+        local = [self._columns(index, group, rollout) for index, group in rollout.local_groups.items()] if is_wanted else []
         groups = [columns for part in collectives.exchange({self.node.first: local} if local else {}) for columns in part]
         if not groups:
             return None
@@ -194,7 +194,7 @@ class Completions:
             "rollout": [rollout.number] * len(completions),
             "version": [completion.version for completion in completions],
             "prompt_number": [group.prompt.number] * len(completions),
-            **({"versions": [list(map(list, completion.versions)) for completion in completions]} if rollout.arrived else {}),
+            **({"versions": [list(map(list, completion.versions)) for completion in completions]} if rollout.partial else {}),
             **text_columns(group),
             "reward": _nullable(advantages.rewards[index]),
         }

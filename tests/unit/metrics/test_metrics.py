@@ -356,7 +356,7 @@ def rollout_of_two(version=4, number=0):
     )
     metas = [GroupMetadata.from_group(one) for one in scored]
     reaped = DynamicSamplingResult(kept=metas, sampled=metas, num_rounds=1, num_zero_std_dropped=0, num_given_back=0)
-    return ScoredRollout(number=number, result=reaped, advantages=found, penalty=None, held=dict(enumerate(scored)))
+    return ScoredRollout(number=number, result=reaped, advantages=found, penalty=None, local_groups=dict(enumerate(scored)))
 
 
 def test_the_stats_of_a_step_are_over_all_completions_of_all_its_rollouts():
@@ -411,7 +411,7 @@ def test_a_rollout_of_one_group_is_a_table_too(tmp_path):
     import pyarrow.parquet
 
     both = rollout_of_two()
-    path = Completions(tmp_path, reward_names=["right", "short"]).write(replace(both, held={0: both.held[0]}))
+    path = Completions(tmp_path, reward_names=["right", "short"]).write(replace(both, local_groups={0: both.local_groups[0]}))
     assert [row["completion"] for row in pyarrow.parquet.read_table(path).to_pylist()] == ["xx", "xxxx"]
 
 
@@ -426,8 +426,8 @@ def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
         where = collectives.node(f"machine {rank // 2}")
         writer = Completions(folder, reward_names=["right", "short"], rank=rank, node=where, write_table=lambda *given: told.append(given))
         writer.start(Progress())
-        group = replace(both.held[0].group, prompt=replace(both.held[0].group.prompt, number=rank))
-        path = writer.write(replace(both, held={0: replace(both.held[0], group=group)}))
+        group = replace(both.local_groups[0].group, prompt=replace(both.local_groups[0].group.prompt, number=rank))
+        path = writer.write(replace(both, local_groups={0: replace(both.local_groups[0], group=group)}))
         return where.number, path and str(path.relative_to(folder)), [(version, table["prompt_number"]) for version, table in told]
 
     found = run_ranks(body, 4, tmp_path)

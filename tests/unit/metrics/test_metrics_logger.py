@@ -192,7 +192,7 @@ def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     assert "WARNING: trainer and sampler differ by 0.75 nats" in told(logger)
     assert "optimizer step 2 is skipped: no token is trained" in told(logger)
     watch.metric = "sampling/version_error/max"  # with partial rollouts: of the rollout, and again twice the last
-    logger.rollout(replace(rollout_of_two(), arrived=PartialRolloutInfo(version=2, metrics={watch.metric: 1.75})))
+    logger.rollout(replace(rollout_of_two(), partial=PartialRolloutInfo(version=2, metrics={watch.metric: 1.75})))
     step(logger, 3, **{"sampling/sampling_logp_difference/max": 9.0})
     assert "differ by 1.75 nats on a token (sampling/version_error/max; bound 1.5)" in told(logger)
 

@@ -174,7 +174,7 @@ def process(
             return found, engine, partial
     assert progress.num_prompts == stream.taken
     for one in heard if partial is not None else ():
-        assert set(one.arrived.metrics) == {
+        assert set(one.partial.metrics) == {
             "rollout/partial_rows", "rollout/partial_tokens", "rollout/recomputed_tokens", "rollout/ahead_share"
         }  # fmt: skip
     return found, engine, partial
