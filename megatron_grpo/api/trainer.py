@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,8 @@ class RunResult:
     def _repr_html_(self) -> str:
         from megatron_grpo.commands.analysis.run_report import summary
 
-        run = replace(RunFiles.read(self.output_dir), steps=self.history, evaluations=self.evaluations)
+        run = RunFiles(self.output_dir)
+        run.steps, run.evaluations = self.history, self.evaluations
         rows = summary(run) if self.history else [("optimizer steps", "0")]
         return table("Run", {**dict(rows), "finished": self.finished, "output_dir": self.output_dir})
 
@@ -155,7 +156,7 @@ class GRPOTrainer:
         code = self._run("train", self._settings(), number, output_dir)
         if calls:
             self._callbacks.end()
-        run = RunFiles.read(output_dir)
+        run = RunFiles(output_dir)
         return RunResult(
             output_dir=output_dir, step=run.step, finished=code == EXIT_DONE, history=run.steps, evaluations=run.evaluations, end=run.end
         )

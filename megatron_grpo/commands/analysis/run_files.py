@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.base.files import parse_json, parse_yaml, read_object
+from megatron_grpo.core.base.files import parse_json, read_object
 from megatron_grpo.run.config.evaluation import SUM, name_curve
+from megatron_grpo.run.config.read import read_file
 from megatron_grpo.run.metrics.evaluations import curves_in
 from megatron_grpo.run.metrics.records import EVENTS, JsonlFile
 
@@ -18,13 +18,14 @@ Points = Sequence[tuple[int, float]]  # (optimizer step, value), ascending
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunFiles:
-    """Contents of an `output_dir`.
+    """Contents of an `output_dir`. Files that are missing are empty.
 
     Args:
         folder: The `output_dir`.
-        name: Name of the run, for headings.
+        name: Name of the run, for headings; default: the name of the folder.
+
+    Attributes:
         steps: Records of metrics.jsonl.
         evaluations: Records of evaluations.jsonl.
         events: Records of events.jsonl.
@@ -32,26 +33,13 @@ class RunFiles:
         settings: Settings by name, from config.yaml.
     """
 
-    folder: Path
-    name: str
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    events: Sequence[Row]
-    plan: Row
-    settings: Row
-
-    @classmethod
-    def read(cls, folder: Path, name: str = "") -> RunFiles:
-        """Read the files of a run. Those that are missing are empty.
-
-        Args:
-            name: Name of the run; default: the name of the folder.
-        """
-        steps, evaluations, events = (JsonlFile(folder / file).all() for file in ("metrics.jsonl", "evaluations.jsonl", EVENTS))
-        return cls(
-            folder=folder, name=name or folder.absolute().name, steps=steps, evaluations=evaluations, events=events,
-            plan=read_object(folder / "plan.json"), settings=read_settings(folder / "config.yaml"),
-        )  # fmt: skip
+    def __init__(self, folder: Path, name: str = ""):
+        self.folder, self.name = folder, name or folder.absolute().name
+        files = ("metrics.jsonl", "evaluations.jsonl", EVENTS)
+        self.steps, self.evaluations, self.events = (JsonlFile(folder / file).all() for file in files)
+        self.plan = read_object(folder / "plan.json")
+        entries, _ = read_file(str(folder / "config.yaml"))
+        self.settings = {entry.name: [] if entry.raw == () else entry.raw for entry in entries}
 
     @property
     def total(self) -> int | None:
@@ -156,21 +144,11 @@ def runs_in(folders: Sequence[Path]) -> list[RunFiles]:
         names = ["/".join(folder.absolute().parts[-2:]) for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    runs = [RunFiles.read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    runs = list(map(RunFiles, folders, names))
     if empty := [run.folder for run in runs if not run.steps]:
         kind = "has no optimizer step in metrics.jsonl" if empty[0].is_dir() else "is not a folder"
         raise ConfigError(f"{empty[0]} {kind}. Name the output_dir of a run that has trained for at least one optimizer step.")
     return runs
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings in a config.yaml in sections, by name; empty if there is none."""
-    try:
-        sections, _ = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    groups = [section for section in sections.values() if isinstance(section, dict)] if isinstance(sections, dict) else []
-    return {name: value for section in groups for name, value in section.items()}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

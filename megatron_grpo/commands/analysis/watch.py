@@ -63,7 +63,7 @@ def run_watch(argv: list[str]) -> int:
 
 def run_view(folder: Path) -> Group:
     """Return the view of a run: its step and phase, the newest metrics, held-out scores, events and completions."""
-    run = RunFiles.read(folder)
+    run = RunFiles(folder)
     metrics, scores = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for name, label in SHOWN.items():
         points = run.series(name)

@@ -162,7 +162,7 @@ def test_two_runs_are_curves_of_one_figure_and_settings_that_differ_are_marked(b
 
 
 def test_answers_that_changed_are_counted_and_shown_with_those_that_became_worse(run):
-    found = run_report.describe_run(RunFiles.read(run))
+    found = run_report.describe_run(RunFiles(run))
     assert found["counts"] == (2, 1, 1)
     assert [(one["before"], one["after"], one["score_before"], one["score_after"]) for one in found["answers"]] == [
         ("5", "4", 0.0, 1.0), ("5", "4", 0.0, 1.0), ("5", "4", 1.0, 0.0),
