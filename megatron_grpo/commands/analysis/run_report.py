@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_grpo.commands.analysis.run_files import Points, Row, RunFiles, dow
 from megatron_grpo.commands.start.show import WORDS
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError
-from megatron_grpo.core.base.files import atomic_write_text
+from megatron_grpo.core.base.files import atomic_write_text, parse_yaml
 from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.table import table
 from megatron_grpo.run.metrics.display import describe_duration
@@ -31,46 +31,7 @@ MOST_EVENTS = 50
 MOST_ANSWERS, MOST_GROUPS, MOST_SCHEDULE = 8, 6, 8
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFigure:
-    """One figure of the page: its title, the unit of its values, metric -> label, and a sentence about it.
-
-    Args:
-        is_exact: Whether it has no noise, and so no moving mean.
-    """
-
-    title: str
-    unit: str
-    metrics: dict[str, str]
-    meaning: str = ""
-    is_log: bool = False
-    is_exact: bool = False
-
-
-HELD_OUT, EACH_REWARD = "evaluations.jsonl", "rewards/{name}/mean"  # stand for one curve per set, and per reward
-FIGURES = (
-    ReportFigure("Reward", "", {"reward": "training", EACH_REWARD: "", HELD_OUT: "held out"},
-                 "Mean over a rollout. Dots: held-out prompts."),
-    ReportFigure("Groups without a signal", "share", {"frac_reward_zero_std": "groups with equal rewards"},
-                 "Groups whose completions all have the same reward have an advantage of zero."),
-    ReportFigure("Completions of a step", "completions", {"packing/completions": "all", "packing/computed_completions": "computed"},
-                 "Entropy, KL divergence, clipped tokens and the difference of trainer and sampler are means over those that are computed.",
-                 is_exact=True),
-    ReportFigure("Length of completions", "tokens", {"completions/mean_length": "mean", "completions/max_length": "maximum"}),
-    ReportFigure("Truncated completions", "share", {"completions/clipped_ratio": "reached max_completion_length"}),
-    ReportFigure("Entropy of the policy", "nats per token", {"entropy": "entropy"}),
-    ReportFigure("KL divergence", "nats per token", {"kl": "from the reference", "teacher_kl": "from the teacher"}),
-    ReportFigure("Difference of trainer and sampler", "nats", {"sampling/sampling_logp_difference/max": "maximum",
-                 "sampling/sampling_logp_difference/mean": "mean"},
-                 "Log-probs of the same tokens. Growth means that weights or arithmetic differ.", is_log=True),
-    ReportFigure("Clipped tokens", "share", {"clip_ratio/low_mean": "lower bound", "clip_ratio/high_mean": "upper bound"}),
-    ReportFigure("Gradient norm", "", {"grad_norm": "before clipping"}),
-    ReportFigure("Learning rate", "", {"learning_rate": "learning rate"}, is_exact=True),
-    ReportFigure("Staleness", "optimizer steps", {"staleness/mean": "mean", "staleness/max": "maximum"},
-                 "Optimizer steps between the weights that sampled a row and the weights that it trained."),
-    ReportFigure("Time per optimizer step", "seconds", {"time/step": "total", "time/rollout": "sampling", "time/train": "training"}),
-    ReportFigure("Throughput", "tokens per second", {"tokens_per_second": "trained tokens"}),
-)  # fmt: skip
+HELD_OUT, EACH_REWARD = "evaluations.jsonl", "rewards/{name}/mean"  # stand for one curve per set, and per reward, in page/figures.yaml
 
 
 def run_report(argv: list[str]) -> int:
@@ -120,14 +81,15 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     """
     import jinja2
 
-    figures = [curve for figure in FIGURES if (curve := figure_data(figure, runs))]
+    listed, _ = parse_yaml((PAGE / "figures.yaml").read_text(encoding="utf-8"))
+    figures = [drawn for figure in listed if (drawn := figure_data(figure, runs))]
     blob = json.dumps([figure["data"] for figure in figures], separators=(",", ":")).replace("<", "\\u003c")
     styles = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "page.css")]
     scripts = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "page.js")]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["number"] = number
+    environment.filters |= {"number": number, "text": partial(format_text, max_characters=MOST_TEXT)}
     return environment.get_template("page.html.j2").render(
         title=" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
         generator=GENERATOR, version=__version__, licence=(PAGE / "uPlot.LICENSE").read_text(encoding="utf-8"),
@@ -146,10 +108,11 @@ def hashes(texts: Sequence[str]) -> str:
 # ---- figures ---------------------------------------------------------------------------------------------------------------------------
 
 
-def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
+def figure_data(figure: Row, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
     """Return what the template and the script need of a figure; None if no run has data that differs from 0.
 
     Args:
+        figure: Its entry in page/figures.yaml.
         runs: Files of each run.
     """
     names, series, curves = dict[str, None](), list[dict[str, Any]](), list[Points]()
@@ -164,8 +127,8 @@ def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any
         return None
     values = [dict(points) for points in curves]
     steps = sorted({step for col in values for step in col})
-    columns = [[format_significant(col.get(step)) for step in steps] for col in values]
-    is_log = figure.is_log and all(value > 0 for points in curves for _, value in points)
+    columns = [[float(f"{col[step]:.5g}") if step in col else None for step in steps] for col in values]  # what a figure can show
+    is_log = figure.get("is_log", False) and all(value > 0 for points in curves for _, value in points)
     listed = {*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1], *(s for col in values if len(col) <= MOST_ROWS for s in col)}
     labels = [curve["label"] for curve in series]
     return {
@@ -174,7 +137,7 @@ def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any
         "labels": labels,
         "words": "; ".join(f"{label}: {describe_points(points)}" for label, points in zip(labels, curves, strict=True)),
         "rows": [(step, [column[index] for column in columns]) for index, step in enumerate(steps) if step in listed],
-        "data": {"series": series, "log": is_log, "exact": figure.is_exact, "values": [steps, *columns]},
+        "data": {"series": series, "log": is_log, "exact": figure.get("is_exact", False), "values": [steps, *columns]},
     }
 
 
@@ -188,10 +151,10 @@ def describe_points(points: Points) -> str:
     return f"{start:.3g} at step {first}, {end:.3g} at step {last}, minimum {min(values):.3g}, maximum {max(values):.3g}"
 
 
-def read_curves(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
+def read_curves(figure: Row, run: RunFiles) -> list[tuple[str, str, Points]]:
     """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty."""
     curves: list[tuple[str, str, Points]] = []
-    for metric, label in figure.metrics.items():
+    for metric, label in figure["metrics"].items():
         if metric == HELD_OUT:
             held_out = run.held_out()
             curves += [(metric, label if len(held_out) == 1 else f"{label} {name}", points) for name, points in held_out.items()]
@@ -201,15 +164,6 @@ def read_curves(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Poi
         else:
             curves.append((metric, label, run.series(metric)))
     return curves
-
-
-def format_significant(value: float | None) -> float | None:
-    """Return a value with the digits that a figure can show.
-
-    Args:
-        value: Value of a curve; None stays None.
-    """
-    return None if value is None else float(f"{value:.5g}")
 
 
 # ---- the rest of the page --------------------------------------------------------------------------------------------------------------
@@ -232,7 +186,7 @@ def describe_run(run: RunFiles) -> dict[str, Any]:
         "phases": phases,
         "answers": largest(changes),
         "counts": (sum(d > 0 for d in differences), sum(d < 0 for d in differences), sum(d == 0 for d in differences)),
-        "groups": [group_row(rows) for rows in run.last_groups()[:MOST_GROUPS] if rows[0]["reward"] > rows[-1]["reward"]],
+        "groups": [rows for rows in run.last_groups()[:MOST_GROUPS] if rows[0]["reward"] > rows[-1]["reward"]],
         "schedule": run.plan.get("timetable", [])[:MOST_SCHEDULE],
     }
 
@@ -262,21 +216,12 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
     return [*rows, ("skipped steps", f"{run.steps[-1].get('skipped_iterations') or 0:,}")]
 
 
-def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
+def largest(changes: Sequence[Row]) -> list[Row]:
     """Return the answers whose score changed most, at most a quarter of them worse than before."""
     changed = sorted(changes, key=lambda row: -abs(row["score_after"] - row["score_before"]))
     better = [row for row in changed if row["score_after"] > row["score_before"]]
     worse = [row for row in changed if row["score_after"] < row["score_before"]]
-    chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse][:MOST_ANSWERS]
-    return [{**row, **{name: format_text(row[name], max_characters=MOST_TEXT) for name in ("prompt", "before", "after")}} for row in chosen]
-
-
-def group_row(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the template's data of a group, whose rows are sorted by falling reward."""
-    best, worst = rows[0], rows[-1]
-    texts = {"prompt": best["prompt"], "best": best["completion"], "worst": worst["completion"]}
-    rewards = {"first": best["reward"], "last": worst["reward"], "count": len(rows), "version": best["version"]}
-    return rewards | {name: format_text(text, max_characters=MOST_TEXT) for name, text in texts.items()}
+    return [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse][:MOST_ANSWERS]
 
 
 def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]:

@@ -168,7 +168,8 @@ def test_answers_that_changed_are_counted_and_shown_with_those_that_became_worse
         ("5", "4", 0.0, 1.0), ("5", "4", 0.0, 1.0), ("5", "4", 1.0, 0.0),
     ]  # fmt: skip
     [group] = found["groups"]
-    assert (group["prompt"], group["best"], group["first"], group["last"], group["count"]) == ("user: 2+2?", "5", 1.0, 0.0, 2)
+    assert [(row["completion"], row["reward"]) for row in group] == [("5", 1.0), ("4", 0.0)]
+    assert "<pre>user: 2+2?</pre></td><td><pre>5</pre></td><td><pre>4</pre>" in run_report.make_page(runs_in([run]))
     assert found["phases"] == [("training", 40.0, 0.5), ("sampling", 20.0, 0.25), ("other", 20.0, 0.25)]
 
 
