@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_grpo.commands.analysis.printing import format_columns
 from megatron_grpo.commands.analysis.step_dump import StepDump
@@ -176,32 +177,29 @@ def _finite_in_replay(
 
 def _differing_elements(step_dump: StepDump) -> list[str]:
     """Describe the elements at which copies of a tensor on several ranks differ."""
-    copies = step_dump.replicas()
-    labels = list(dict.fromkeys(label for rank_copies in copies.values() for label in rank_copies))
+    copies: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for rank, name, values in step_dump.replicas():
+        copies.setdefault(name, []).append((rank, values))
     lines = []
-    for label in labels[:SHOWN]:
-        name, dtype, shape = label.split("|")
-        labeled = [(rank, rank_copies[label]) for rank, rank_copies in sorted(copies.items()) if label in rank_copies]
-        for (first, a), (second, b) in pairwise(labeled):
-            if a.nbytes == b.nbytes and not (a == b).all():
-                lines.append(f"FAULT: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
+    for name, ranks in list(copies.items())[:SHOWN]:
+        for (first, a), (second, b) in pairwise(ranks):
+            if a.dtype is b.dtype and a.shape == b.shape and (difference := _difference(a, b)):
+                lines.append(f"FAULT: {name} differs between ranks {first} and {second}: {difference}.")
     return lines
 
 
-def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
-    import torch
-
-    kind = getattr(torch, dtype)
-    x, y = (torch.from_numpy(raw.copy()).view(kind) for raw in (a, b))
-    width = x.element_size()
-    differs = (a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1)
-    first_index = int(np.flatnonzero(differs)[0])
-    coordinates = [int(i) for i in np.unravel_index(first_index, [int(n) for n in shape.split(",")])] if shape else []
-    first = slice(first_index * width, (first_index + 1) * width)
-    bits = np.unpackbits(a[first] ^ b[first], bitorder="little")
+def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Describe the values whose bits differ; empty if there are none."""
+    x, y = (values.reshape(-1, 1).view(torch.uint8).numpy() for values in (a, b))  # the bytes of each value
+    differing = np.flatnonzero((x != y).any(axis=1)).tolist()
+    if not differing:
+        return ""
+    first = differing[0]
+    coordinates = list(map(int, np.unravel_index(first, a.shape)))
+    bits = np.unpackbits(x[first] ^ y[first], bitorder="little")
     bits_text = f"bit {int(bits.argmax())} of {len(bits)}" if bits.sum() == 1 else f"{bits.sum()} of {len(bits)} bits"
-    values = f"{x[first_index].item():g} and {y[first_index].item():g}, which differ in {bits_text}"
-    return f"{int(differs.sum())} of {len(differs)} values, the first at {coordinates}: {values}"
+    values = f"{a.flatten()[first].item():g} and {b.flatten()[first].item():g}, which differ in {bits_text}"
+    return f"{len(differing)} of {a.numel()} values, the first at {coordinates}: {values}"
 
 
 def _name(row: IsolatedRow) -> str:

@@ -327,19 +327,14 @@ def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dic
     """
     mismatches = []
     tensors = list_tensors(policy)
-    for rank, copies in sorted(step_dump.replicas().items()):
-        for label, raw in copies.items():
-            tensor_name, dtype, shape = label.split("|")
-            kind, _, name = tensor_name.partition(" ")
-            tensor = tensors.get(name)
-            size = [int(n) for n in shape.split(",")] if shape else []
-            if kind != "weight" or tensor is None or list(tensor.shape) != size:
-                continue
-            saved = tensor.detach().clone()
-            with torch.no_grad():
-                tensor.copy_(torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).view(size))
-            gradient, _ = _forward(policy, batch)
-            with torch.no_grad():
-                tensor.copy_(saved)
-            mismatches.append({"rank": rank, "name": name, "loss": gradient.metrics["loss"], "grad_norm": gradient.metrics["grad_norm"]})
+    for rank, label, copy in step_dump.replicas():
+        kind, _, name = label.partition(" ")
+        tensor = tensors.get(name)
+        if kind != "weight" or tensor is None or tensor.shape != copy.shape:
+            continue
+        saved = tensor.detach().clone()
+        tensor.detach().copy_(copy)
+        gradient, _ = _forward(policy, batch)
+        tensor.detach().copy_(saved)
+        mismatches.append({"rank": rank, "name": name, "loss": gradient.metrics["loss"], "grad_norm": gradient.metrics["grad_norm"]})
     return mismatches

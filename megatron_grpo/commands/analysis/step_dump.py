@@ -13,7 +13,6 @@ The directory gets its name when it is complete. `analysis.replay` reads it.
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections import deque
@@ -28,7 +27,7 @@ import torch
 
 from megatron_grpo import __version__
 from megatron_grpo.commands.analysis.fingerprint import fingerprint
-from megatron_grpo.core.base.files import atomic_write, atomic_write_text, parse_json
+from megatron_grpo.core.base.files import atomic_write, parse_json
 from megatron_grpo.core.batching.schedule import MicroStep, ScheduledStep
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy.policy import Policy, ReducedGradient
@@ -111,9 +110,8 @@ class StepDumps:
             with atomic_write(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(serialize_samples(samples))
         facts = self._facts(moment, buffer) | {"weights": self._elsewhere(0)}
-        own_file = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
-        atomic_write_text(own_file, json.dumps(facts, indent=1) + "\n")
-        own_file.replace(path / FACTS)
+        with atomic_write(path / FACTS, writer=f"{collectives.rank():05d}") as stream:  # the last complete file of all ranks stays
+            stream.write(f"{json.dumps(facts, indent=1)}\n".encode())
 
     @contextmanager
     def _whole(self, path: Path) -> Iterator[Path]:
@@ -143,7 +141,7 @@ class StepDumps:
         return {
             "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
-            "micro_steps": [_as_dict(micro) for micro in step.micro_steps],
+            "micro_steps": [asdict(micro) for micro in step.micro_steps],
             "mismatches": [asdict(mismatch) for mismatch in moment.finding.mismatches] if moment.finding else [],
             "has_images": any(sample.images for sample in samples), "model": str(self.model_path), "settings": list_settings(self.cfg),
             "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
@@ -237,14 +235,8 @@ class StepDump:
 
     def forward(self, kind_wanted: str) -> dict[RowKey, np.ndarray]:
         """Return recorded log-probs by row, float32 [masked]."""
-        values: dict[RowKey, np.ndarray] = {}
-        for path in sorted((self.path / "forward").glob("*.npz")):
-            with np.load(path, allow_pickle=False) as file:
-                for name in file.files:
-                    kind, rollout, row = name.split("/")
-                    if kind == kind_wanted:
-                        values[int(rollout), int(row)] = file[name]
-        return values
+        labeled = [(label.split("/"), values) for _, label, values in self._arrays("forward")]
+        return {(int(rollout), int(row)): values for (kind, rollout, row), values in labeled if kind == kind_wanted}
 
     def lacks(self) -> list[str]:
         """Return the missing parts that a replay would compare with or restore. Step dumps of a hang contain fewer parts."""
@@ -252,13 +244,19 @@ class StepDump:
                  f"its generators ({rng_state.FILE}): dropout differs": (self.path / rng_state.FILE).exists()}  # fmt: skip
         return [words for words, is_there in parts.items() if not is_there]
 
-    def replicas(self) -> dict[int, dict[str, np.ndarray]]:
-        """Return the copies that differ: by rank, raw bytes by "kind name|dtype|shape"."""
-        copies = {}
-        for path in sorted(path for folder in ("replicas", "parted") for path in (self.path / folder).glob("rank_*.npz")):
-            with np.load(path, allow_pickle=False) as file:
-                copies[int(path.stem.removeprefix("rank_"))] = {name: file[name] for name in file.files}
+    def replicas(self) -> list[tuple[int, str, torch.Tensor]]:
+        """Return (rank, "kind name", values) of the copies that differ, by ranks."""
+        copies = []
+        for rank, label, raw in self._arrays("replicas"):
+            name, dtype, shape = label.split("|")
+            copies.append((rank, name, torch.from_numpy(raw).view(getattr(torch, dtype)).view([int(n) for n in shape.split(",") if n])))
         return copies
+
+    def _arrays(self, folder: str) -> Iterator[tuple[int, str, np.ndarray]]:
+        """Yield (rank, name, array) for each array of the files in a folder."""
+        for path in sorted((self.path / folder).glob("rank_*.npz")):
+            with np.load(path, allow_pickle=False) as file:
+                yield from ((int(path.stem.removeprefix("rank_")), name, file[name]) for name in file.files)
 
 
 def list_row_keys(step: Any) -> set[RowKey]:
@@ -281,7 +279,7 @@ def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: 
     if policy.parallel.reports_its_rows:
         arrays = {f"logprobs/{r}/{i}": values for (r, i), values in gradient.logprobs.items()}
         arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}
-        (partial / "forward" / name).write_bytes(_npz(arrays))
+        np.savez(partial / "forward" / name, allow_pickle=False, **arrays)
     finding = moment.finding
     if finding is not None and policy.parallel.rank in {rank for mismatch in finding.mismatches[:1] for rank, _ in mismatch.copies}:
         copies: dict[str, np.ndarray] = {}
@@ -291,26 +289,13 @@ def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: 
                 described = f"{label}|{str(raw.dtype).removeprefix('torch.')}|{','.join(map(str, raw.shape))}"
                 copies[described] = raw.reshape(-1).view(torch.uint8).numpy()
         if copies:
-            (partial / "replicas" / name).write_bytes(_npz(copies))
-
-
-def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
-    stream = io.BytesIO()
-    np.savez(stream, allow_pickle=False, **arrays)
-    return stream.getvalue()
+            np.savez(partial / "replicas" / name, allow_pickle=False, **copies)
 
 
 def _measured(policy: Policy, gradient: ReducedGradient) -> dict[str, Any]:
     """Return the metrics of the step. Numbers that are not finite become strings, because JSON has none."""
-
-    def numbers(values: Mapping[str, float]) -> dict[str, Any]:
-        return {name: value if np.isfinite(value) else str(value) for name, value in values.items()}
-
-    return {"metrics": numbers(gradient.metrics), "guard": policy.gradient_check_state(), "num_loss_tokens": gradient.batch.num_loss_tokens}
-
-
-def _as_dict(micro: Any) -> dict[str, Any]:
-    return asdict(micro) if isinstance(micro, MicroStep) else dict(vars(micro))
+    metrics = {name: value if np.isfinite(value) else str(value) for name, value in gradient.metrics.items()}
+    return {"metrics": metrics, "guard": policy.gradient_check_state(), "num_loss_tokens": gradient.batch.num_loss_tokens}
 
 
 def _describe(weights: Mapping[str, Any]) -> str:
