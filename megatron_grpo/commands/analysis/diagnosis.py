@@ -46,82 +46,63 @@ class IsolatedRow:
     prompt_number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """Findings of a replay.
-
-    Args:
-        why: Reason why the step was recorded.
-        verdict: Description of what is wrong, in sentences.
-        numbers: Loss and gradient norm of the replay.
-        was: Metrics of the run.
-        weights: Comparison of the weights with those of the run.
-        rows: Rows of the step, each computed alone.
-        copies: Loss and gradient norm with each differing copy of a weight.
-        ranks: Number of ranks and layout of the replay, in words.
-        lacks: Parts missing in the step dump.
-    """
-
-    why: str
-    verdict: list[str]
-    numbers: dict[str, float]
-    was: dict[str, float]
-    weights: dict[str, Any]
-    rows: list[IsolatedRow]
-    copies: list[dict[str, Any]]
-    ranks: str
-    lacks: list[str]
-
-    def lines(self) -> list[str]:
-        """Format the diagnosis as lines of text."""
-        weights = "not compared: none were recorded"
-        if self.weights["recorded"]:
-            weights = f"{self.weights['same']} of {self.weights['tensors']} tensors are those of the run, bit for bit"
-        losses = [(name, self.numbers[name], self.was.get(name, math.nan)) for name in ("loss", "grad_norm")]
-        total = math.fsum(row.norm for row in self.rows if math.isfinite(row.norm))
-        worst = sorted(self.rows, key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
-        rows = []
-        for row in worst[:SHOWN]:
-            share = row.norm / total if total and math.isfinite(row.norm) else None
-            rows.append((*row.key, row.prompt_number, row.num_tokens, row.norm, share, row.forward, row.gap, f"  {row.what}"))
-        return [
-            f"kept because {self.why}",
-            f"replayed on {self.ranks}",
-            f"weights: {weights}",
-            *(f"not in the step dump: {missing}" for missing in self.lacks),
-            "",
-            *format_columns({"": "<14", "here": ">14.6g", "in the run": ">14.6g"}, losses),
-            "",
-            *format_columns(ROW_COLUMNS, rows),
-            *([f"    and {len(worst) - SHOWN} more rows (--json true lists all)"] if len(worst) > SHOWN else []),
-            *("with rank {rank}'s copy of {name}: loss {loss:.6g}, grad_norm {grad_norm:.6g}".format(**copy) for copy in self.copies),
-            "",
-            *self.verdict,
-        ]
-
-
 def diagnose(
     step_dump: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[IsolatedRow],
     copies: list[dict[str, Any]],
-) -> Diagnosis:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Diagnose a replayed step.
 
     Args:
+        weights: Comparison of the weights with those of the run.
         first: First module with an output that is not finite; None if there is none.
         rows: Rows of the step, each computed alone.
         copies: Loss and gradient norm with each differing copy of a weight.
+
+    Returns:
+        Why the step was recorded (`why`); what is wrong, in sentences (`verdict`); loss and gradient norm of the replay (`numbers`) and the
+        metrics of the run (`was`); `weights`, `rows` and `copies`; the layout of the replay, in words (`ranks`); and the missing parts of
+        the step dump (`lacks`).
     """
     recorded = {name: float(value) for name, value in step_dump.facts.get("metrics", {}).items()}
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
     verdict = [*_weights(weights), *_differing_elements(step_dump)]
-    verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
+    if not weights["not_finite"]:
+        verdict += _rows_not_finite(rows, first)
     if not verdict:
         verdict = _finite_in_replay(step_dump, recorded, weights, rows)
     sizes = f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
-    return Diagnosis(
-        why=step_dump.facts["why"], verdict=verdict, numbers=numbers, was=recorded, weights=weights, rows=list(rows),
-        ranks="1 rank" if layout.world_size == 1 else sizes, copies=copies, lacks=step_dump.lacks(),
-    )  # fmt: skip
+    return {
+        "why": step_dump.facts["why"], "verdict": verdict, "numbers": numbers, "was": recorded, "weights": weights, "rows": rows,
+        "copies": copies, "ranks": "1 rank" if layout.world_size == 1 else sizes, "lacks": step_dump.lacks(),
+    }  # fmt: skip
+
+
+def report_lines(found: Mapping[str, Any]) -> list[str]:
+    """Format what `diagnose` found as lines of text."""
+    weights = "not compared: none were recorded"
+    if found["weights"]["recorded"]:
+        weights = "{same} of {tensors} tensors are those of the run, bit for bit".format(**found["weights"])
+    losses = [(name, found["numbers"][name], found["was"].get(name, math.nan)) for name in ("loss", "grad_norm")]
+    total = math.fsum(row.norm for row in found["rows"] if math.isfinite(row.norm))
+    worst = sorted(found["rows"], key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
+    rows = []
+    for row in worst[:SHOWN]:
+        share = row.norm / total if total and math.isfinite(row.norm) else None
+        rows.append((*row.key, row.prompt_number, row.num_tokens, row.norm, share, row.forward, row.gap, f"  {row.what}"))
+    return [
+        f"kept because {found['why']}",
+        f"replayed on {found['ranks']}",
+        f"weights: {weights}",
+        *(f"not in the step dump: {missing}" for missing in found["lacks"]),
+        "",
+        *format_columns({"": "<14", "here": ">14.6g", "in the run": ">14.6g"}, losses),
+        "",
+        *format_columns(ROW_COLUMNS, rows),
+        *([f"    and {len(worst) - SHOWN} more rows (--json true lists all)"] if len(worst) > SHOWN else []),
+        *("with rank {rank}'s copy of {name}: loss {loss:.6g}, grad_norm {grad_norm:.6g}".format(**copy) for copy in found["copies"]),
+        "",
+        *found["verdict"],
+    ]
 
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:
@@ -129,9 +110,7 @@ def _weights(weights: Mapping[str, Any]) -> list[str]:
     return [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more weights."] if len(bad) > SHOWN else [])]
 
 
-def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
-    if has_bad_weight:
-        return []
+def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None) -> list[str]:
     lines = []
     row_causes = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
     backward_only = [row for row in rows if row not in row_causes and (row.what or not math.isfinite(row.norm))]

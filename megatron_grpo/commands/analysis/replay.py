@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.commands.analysis.diagnosis import Diagnosis, IsolatedRow, diagnose
+from megatron_grpo.commands.analysis.diagnosis import IsolatedRow, diagnose, report_lines
 from megatron_grpo.commands.analysis.printing import print_report
 from megatron_grpo.commands.analysis.replica_check import list_tensors
 from megatron_grpo.commands.analysis.step_dump import StepDump, list_row_keys, with_fingerprints
@@ -66,9 +66,10 @@ def run_replay(words: Sequence[str], parsed: ParsedConfig) -> int:
     if problems:
         raise ConfigError(problems)
     cfg, model, checkpoint = _settings(step_dump, parsed.config)
-    report = replay(step_dump, cfg, model, checkpoint)
+    found = replay(step_dump, cfg, model, checkpoint)
     if collectives.rank() == 0:
-        print_report(asdict(report), report.lines(), as_json=cfg.plan.json)
+        result = found | {"rows": [asdict(row) for row in found["rows"]]}
+        print_report(result, report_lines(found), as_json=cfg.plan.json)
     state.stop()
     return EXIT_DONE
 
@@ -143,7 +144,7 @@ def open_policy(
     return policy
 
 
-def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | None = None) -> Diagnosis:
+def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | None = None) -> dict[str, Any]:
     """Compute the gradient of a recorded step, then every row of it alone, and diagnose the result. Collective.
 
     Starts the parallel job. The optimizer does not run.
@@ -209,19 +210,14 @@ class RecordedReference:
 
     def after_step(self, step: int, policy: Any) -> None:
         """Do nothing: the reference is fixed."""
-        pass
 
 
-class _StopStep(Exception):
-    """Raised when the gradient is summed, to end the training step."""
+class _StopAfterGradients(Exception):
+    """Hooks of a training step that end it when the gradient is summed, by raising themselves."""
 
-    def __init__(self, gradient: ReducedGradient):
-        self.gradient = gradient
-
-
-class _StopAfterGradients:
     def on_gradients_reduced(self, gradient: ReducedGradient) -> None:
-        raise _StopStep(gradient)
+        self.gradient = gradient
+        raise self
 
     def on_pre_optimizer_step(self, gradient: ReducedGradient, skipped_step: Any) -> None:
         raise AssertionError("never reached")
@@ -233,14 +229,11 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[ReducedGradient, str |
     Returns:
         (the summed gradient, the first module with an output that is not finite or None).
     """
-    with first_not_finite(policy.chunks) as names:
-        try:
-            policy.train_step(batch, _StopAfterGradients())
-        except _StopStep as stopped:
-            gradient = stopped.gradient
-        else:
-            raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
-    return gradient, next((name for name in collectives.all_gather_object(names[0] if names else None) if name), None)
+    stopped = _StopAfterGradients()
+    with first_not_finite(policy.chunks) as names, suppress(_StopAfterGradients):
+        policy.train_step(batch, stopped)
+        raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
+    return stopped.gradient, next((name for name in collectives.all_gather_object(names[0] if names else None) if name), None)
 
 
 @contextmanager
