@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,17 +103,16 @@ class _Tracer:
         self.model, self.forced = model, forced
         self.recorded: dict[str, LocalOutputRows] = {}
         self.rank = model.pg_collection.tp.rank()
-        cfg, tp = model.config, model.pg_collection.tp.size()
-        self.groups, self.heads, self.channels = cfg.num_query_groups // tp, cfg.num_attention_heads // tp, cfg.kv_channels
+        self.groups = model.config.num_query_groups // model.pg_collection.tp.size()
 
-    def instead(self, name: str, output: torch.Tensor) -> torch.Tensor | None:
-        """Record `output`, whose first dimension is tokens, and return its replacement, or None without one."""
+    def instead(self, name: str, output: torch.Tensor) -> torch.Tensor:
+        """Record `output`, whose first dimension is tokens, and return its replacement, or itself without one."""
         rows = output.detach().reshape(len(output), -1).clone()  # a replacement is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
         self.recorded[name] = LocalOutputRows(start, rows.cpu())
         if name not in self.forced:
-            return None
+            return output
         sampler_rows = self.forced[name][start : start + len(rows)]
         replaced = rows.clone()
         replaced[: len(sampler_rows)] = sampler_rows.to(replaced)
@@ -130,93 +130,64 @@ class _Tracer:
             def before(module: Any, hook: Callable[..., Any]) -> None:
                 hooks.add(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-            on(model.embedding, self.output("embedding"))
+            on(model.embedding, partial(self.output, "embedding"))
             for i, layer in enumerate(model.decoder.layers):
                 modules = find_modules(layer)
                 for name, module in modules.items():
                     if name == "router":
                         hooks.add(self.gate(f"L{i} router", module))
                     else:
-                        on(module, self.mixed(f"L{i} qkv") if name == "qkv" else self.output(f"L{i} {name}"))
+                        on(module, partial(self.mixed if name == "qkv" else self.output, f"L{i} {name}"))
                 if "attention" in modules:
-                    before(modules["attention"], self.rotated(f"L{i}"))
+                    before(modules["attention"], partial(self.rotated, f"L{i}"))
                 else:
-                    before(modules["o proj"], self.in_place(f"L{i} delta rule"))
-                before(modules["norm 2"], self.in_place(f"L{i} residual 1"))
+                    before(modules["o proj"], partial(self.in_place, f"L{i} delta rule"))
+                before(modules["norm 2"], partial(self.in_place, f"L{i} residual 1"))
                 if "down" in modules:
-                    before(modules["down"], self.in_place(f"L{i} act"))
-                on(layer, self.output(f"L{i} residual 2"))
-            on(model.decoder.final_layernorm, self.output("final norm"))
+                    before(modules["down"], partial(self.in_place, f"L{i} act"))
+                on(layer, partial(self.output, f"L{i} residual 2"))
+            on(model.decoder.final_layernorm, partial(self.output, "final norm"))
             before(model.output_layer, self.logits)
             yield
 
-    def output(self, name: str) -> Callable[..., Any]:
-        """Return a hook for a module with output [tokens, 1, ...], possibly with a bias that others add, or with further outputs."""
+    def output(self, name: str, module: Any, inputs: Any, output: Any) -> Any:
+        """Watch a module with output [tokens, 1, ...], possibly with a bias that others add, or with further outputs. A forward hook."""
+        if not isinstance(output, tuple):
+            return self.instead(name, output)
+        x, *rest = output
+        if hasattr(module, "skip_bias_add") and rest and rest[0] is not None:
+            x, rest = x + rest[0], [None]
+        return self.instead(name, x), *rest
 
-        def hook(module: Any, inputs: Any, output: Any) -> Any:
-            x, *rest = output if isinstance(output, tuple) else (output,)
-            leaves_bias = hasattr(module, "skip_bias_add") and rest and rest[0] is not None
-            new = self.instead(name, x + rest[0] if leaves_bias else x)
-            if new is None:
-                return None
-            return (new, *(rest if not leaves_bias else (None,))) if isinstance(output, tuple) else new
-
-        return hook
-
-    def mixed(self, name: str) -> Callable[..., Any]:
-        """Return a hook for the fused projection.
+    def mixed(self, name: str, module: Any, inputs: Any, output: Any) -> Any:
+        """Watch the fused projection. A forward hook.
 
         Megatron orders queries, keys and values by group; vLLM has all queries, then all keys, then all values.
         """
+        x, bias = output
+        parts = by_kind(x.view(len(x), self.groups, -1), self.model.config, dim=2)
+        new = self.instead(name, torch.cat([part.flatten(1) for part in parts], dim=1)).split([part[0].numel() for part in parts], dim=1)
+        q, k, v = (tensor.reshape(part.shape) for tensor, part in zip(new, parts, strict=True))
+        if q.dim() == 5:  # a gate beside each query
+            q = q.transpose(2, 3)
+        return torch.cat([part.flatten(2) for part in (q, k, v)], dim=2).view_as(x), bias
 
-        def hook(module: Any, inputs: Any, output: Any) -> Any:
-            x, bias = output
-            parts = by_kind(x.view(len(x), self.groups, -1), self.model.config, dim=2)
-            new = self.instead(name, torch.cat([part.flatten(1) for part in parts], dim=1))
-            if new is None:
-                return None
-            new = new.split([part[0].numel() for part in parts], dim=1)
-            q, k, v = (tensor.reshape(part.shape) for tensor, part in zip(new, parts, strict=True))
-            if q.dim() == 5:  # a gate beside each query
-                q = q.transpose(2, 3)
-            return torch.cat([part.flatten(2) for part in (q, k, v)], dim=2).view_as(x), bias
+    def rotated(self, layer: str, module: Any, inputs: Any, kwargs: Any) -> Any:
+        """Rotate queries and keys before `PackedAttention`, which then receives no rotation to apply. A forward pre-hook."""
+        q, k, *rest = inputs
+        packed = kwargs["packed_seq_params"]
+        q, k = (rotate(x.squeeze(1), packed.rotations[module.rope]).unsqueeze(1) for x in (q, k))
+        q, k = self.instead(f"{layer} rope q", q), self.instead(f"{layer} rope k", k)
+        return (q, k, *rest), {**kwargs, "packed_seq_params": dataclasses.replace(packed, rotations=())}
 
-        return hook
-
-    def rotated(self, layer: str) -> Callable[..., Any]:
-        """Return a hook that rotates queries and keys before `PackedAttention`, which then receives no rotation to apply."""
-
-        def hook(module: Any, inputs: Any, kwargs: Any) -> Any:
-            q, k, *rest = inputs
-            packed = kwargs["packed_seq_params"]
-            rotation = packed.rotations[module.rope]
-            q, k = (rotate(x.squeeze(1), rotation).unsqueeze(1) for x in (q, k))
-            new_q, new_k = self.instead(f"{layer} rope q", q), self.instead(f"{layer} rope k", k)
-            q, k = q if new_q is None else new_q, k if new_k is None else new_k
-            return (q, k, *rest), {**kwargs, "packed_seq_params": dataclasses.replace(packed, rotations=())}
-
-        return hook
-
-    def in_place(self, name: str) -> Callable[..., None]:
-        """Return a hook that overwrites a module's input in place, because others hold the same tensor."""
-
-        def hook(module: Any, inputs: Any, kwargs: Any) -> None:
-            new = self.instead(name, inputs[0])
-            if new is not None:
-                inputs[0].copy_(new)
-
-        return hook
+    def in_place(self, name: str, module: Any, inputs: Any, kwargs: Any) -> None:
+        """Overwrite a module's input in place, because others hold the same tensor. A forward pre-hook."""
+        inputs[0].copy_(self.instead(name, inputs[0]))
 
     def gate(self, name: str, router: Any) -> Callable[[], None]:
-        """Record the router's logits, which no module outputs. Returns a function that undoes it."""
+        """Watch the router's logits, which no module outputs. Returns a function that undoes it."""
         gating = router.gating
-
-        def watched(x: torch.Tensor) -> torch.Tensor:
-            logits = gating(x)
-            new = self.instead(name, logits)
-            return logits if new is None else new
-
-        router.gating = watched
+        router.gating = lambda x: self.instead(name, gating(x))
         return lambda: delattr(router, "gating")
 
     def logits(self, head: Any, inputs: Any, kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
             for name, module in modules.items():
                 record(module, f"L{i} {name}", residuals.get(name, ""))
             if "attention" in modules:
-                hooks.add(modules["attention"].register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
+                hooks.add(modules["attention"].register_forward_pre_hook(partial(_keep_rotated, keep, f"L{i}")).remove)
             else:
                 hook = modules["o proj"].register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0]))
                 hooks.add(hook.remove)
@@ -145,14 +146,10 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
         yield
 
 
-def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
-    """Return a hook that reads queries and keys at the input of attention, because all layers share one rotary module."""
-
-    def hook(module: Any, inputs: Any) -> None:
-        keep(f"{layer} rope q", inputs[0])
-        keep(f"{layer} rope k", inputs[1])
-
-    return hook
+def _keep_rotated(keep: Callable[[str, torch.Tensor], None], layer: str, module: Any, inputs: Any) -> None:
+    """Keep queries and keys at the input of attention, because all layers share one rotary module. A forward pre-hook."""
+    keep(f"{layer} rope q", inputs[0])
+    keep(f"{layer} rope k", inputs[1])
 
 
 def find_modules(layer: Any) -> dict[str, Any]:
