@@ -317,7 +317,6 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
     from megatron_grpo.commands.analysis.operations import (
         LIMITS,
         ComparedRow,
-        ModelPair,
         compare_operations,
         make_sequence,
         one_per_micro_batch,
@@ -362,8 +361,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
     ]
     worst = max(rows, key=lambda row: float(np.abs(row.differences).max()))
     by_itself = one_per_micro_batch(policy.scorer, bench.temperature)
-    side = ModelPair(engine=engine, model=bench.ours, score=by_itself, temperature=1.0, limit=LIMITS[dtype])
-    return worst, compare_operations(side, worst)
+    return worst, compare_operations(engine, bench.ours, by_itself, worst, temperature=1.0, limit=LIMITS[dtype])
 
 
 def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequence[int], dtype: str = "float32") -> list[dict[str, Any]]:

@@ -15,14 +15,13 @@ from megatron_grpo.commands.analysis.args import MismatchArgs, read_mismatch_arg
 from megatron_grpo.commands.analysis.operations import (
     LIMITS,
     ComparedRow,
-    ModelPair,
     Operation,
     compare_operations,
     make_sequence,
     one_per_micro_batch,
 )
 from megatron_grpo.commands.analysis.printing import print_report
-from megatron_grpo.commands.analysis.report import MismatchReport, as_json, draw, read_drift, report_lines, worst_row, worst_tokens
+from megatron_grpo.commands.analysis.report import MismatchReport, as_json, draw, find_worst_tokens, read_drift, report_lines, worst_row
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.base.files import plot_obstacle
@@ -127,19 +126,18 @@ def compare_rows(
     if reason := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
         notes.append(f"The operations of this model are not compared: it {reason}.")
     else:
-        side = ModelPair(
-            engine=engine, model=model.chunks[0], score=one_per_micro_batch(model.scorer), temperature=sampling.temperature, limit=limit
-        )
-        operations = compare_operations(side, compared[chosen])
+        score = one_per_micro_batch(model.scorer)
+        operations = compare_operations(engine, model.chunks[0], score, compared[chosen], temperature=sampling.temperature, limit=limit)
     return MismatchReport(
-        asked=args,
+        subject=args.name,
+        step=args.step,
         dtype=dtype,
         limit=limit,
         bound=max(USUAL[dtype], USUAL[engine.dtype]),
-        num_ranks=parallel.world_size,
+        ranks=parallel.world_size,
         source=source,
         rows=compared,
-        tokens=worst_tokens(compared, tokenizer, WORST),
+        worst_tokens=find_worst_tokens(compared, tokenizer, WORST),
         row=chosen,
         operations=operations,
         drift=read_drift(args.run),

@@ -138,25 +138,6 @@ class ComparedRow:
         return self.trainer[self.is_sampled].astype(np.float64) - self.sampler[self.is_sampled]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPair:
-    """A sampler and a trainer on the same ranks with the same tensor parallelism.
-
-    Args:
-        engine: The sampler.
-        model: The trainer's model.
-        score: Scores sequences with the trainer.
-        temperature: Sampling temperature.
-        limit: Limit of relative differences.
-    """
-
-    engine: ColocatedEngine
-    model: PolicyModel
-    score: Score
-    temperature: float
-    limit: float
-
-
 def one_per_micro_batch(scorer: ModelScorer, temperature: float | None = None) -> Score:
     """Return a function that scores each sequence in a micro-batch of one.
 
@@ -167,52 +148,49 @@ def one_per_micro_batch(scorer: ModelScorer, temperature: float | None = None) -
     return partial(ModelScorer(scorer.model, scorer.parallel, cut, context=scorer.around).score, temperature=temperature)
 
 
-def compare_operations(side: ModelPair, row: ComparedRow) -> list[Operation]:
+def compare_operations(
+    engine: ColocatedEngine, model: PolicyModel, score: Score, row: ComparedRow, *, temperature: float, limit: float
+) -> list[Operation]:
     """Compare every operation that both sides have, then make the checks that need more than one sequence. Collective.
 
-    Operations are in the order of computation.
+    Operations are in the order of computation. Sampler and trainer are on the same ranks, with the same tensor parallelism.
 
     The prefix cache is used in its current state, so the caller must have filled it before.
+
+    Args:
+        engine: The sampler.
+        model: The trainer's model.
+        score: Scores sequences with the trainer.
+        temperature: Sampling temperature.
+        limit: Limit of relative differences.
     """
     tokens, opening = row.tokens.tolist(), row.opening
-    cached = np.array(vllm_traced.force(side.engine, tokens, opening, temperature=side.temperature))
-    (scored,) = side.score([make_sequence(tokens, opening)])
-    operations, fresh, size = _compared(side, tokens, opening)
-    is_sampled = row.is_sampled[opening:]
-    comparisons = [
-        (RECORDED, row.sampler[opening:][is_sampled], cached[is_sampled]),
-        (CACHED, cached, fresh),
-        (PACKED, row.trainer[opening:][is_sampled], scored[opening:][is_sampled]),
-    ]
-    return [*operations, *(_compare_logprobs(name, a, b, size, side.limit) for name, a, b in comparisons)]
-
-
-def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
-    """Compare the operations of one sequence.
-
-    Returns:
-        (operations, log-probs of the sampler without prefix cache, the root mean square of its logits or log-probs, whichever is larger).
-    """
-    model = side.model
-    sampler = vllm_traced.trace(side.engine, tokens, opening, temperature=side.temperature)
+    cached = np.array(vllm_traced.force(engine, tokens, opening, temperature=temperature))
+    (scored,) = score([make_sequence(tokens, opening)])
+    sampler = vllm_traced.trace(engine, tokens, opening, temperature=temperature)
     logits = sampler["logits"] = _logits_of_all(sampler.get("logits"), len(tokens) - opening)
     size = max(float(x.double().square().mean().sqrt()) for x in (logits, sampler["log-prob"]))  # both are rounded; one may be near 0
-    fresh = sampler["log-prob"][:, 0].numpy()
-    scored: list[np.ndarray] = []
     forced_inputs = {name: rows for name, rows in sampler.items() if name not in ("logits", "log-prob")}
-    trainer = traced.trace(model, lambda: scored.extend(side.score([make_sequence(tokens, opening)])), forced=forced_inputs)
-    trainer["log-prob"] = traced.LocalOutputRows(0, torch.from_numpy(scored[0][opening:])[:, None])
+    forced: list[np.ndarray] = []
+    trainer = traced.trace(model, lambda: forced.extend(score([make_sequence(tokens, opening)])), forced=forced_inputs)
+    trainer["log-prob"] = traced.LocalOutputRows(0, torch.from_numpy(forced[0][opening:])[:, None])
     start = model.output_layer.vocab_start
     sampler["logits"] = logits[:, start : start + trainer["logits"].rows.shape[1]]
     names = [name for name in order(len(model.decoder.layers)) if name in trainer and name in sampler]
     parts = {name: _part(trainer[name], sampler[name], size if name == "log-prob" else None) for name in names}
     parts_of_ranks: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
-    operations = [_join_parts(name, [part[name] for part in parts_of_ranks], side.limit) for name in names]
+    operations = [_join_parts(name, [part[name] for part in parts_of_ranks], limit) for name in names]
     if (first := first_difference(operations)) is not None:
-        causes = collectives.all_gather_object(find_cause(first.name, side.engine, model))
+        causes = collectives.all_gather_object(find_cause(first.name, engine, model))
         cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
         operations = [replace(op, cause=cause) if op is first else op for op in operations]
-    return operations, fresh, size
+    is_sampled = row.is_sampled[opening:]
+    comparisons = [
+        (RECORDED, row.sampler[opening:][is_sampled], cached[is_sampled]),
+        (CACHED, cached, sampler["log-prob"][:, 0].numpy()),
+        (PACKED, row.trainer[opening:][is_sampled], scored[opening:][is_sampled]),
+    ]
+    return [*operations, *(_compare_logprobs(name, a, b, size, limit) for name, a, b in comparisons)]
 
 
 def _compare_logprobs(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -> Operation:
@@ -333,11 +311,9 @@ def _norm(trainer: Any, sampler: Any) -> str:
     if difference := _weights(trainer.weight[None], sampler.weight[None]):
         return difference
     eps, sampler_eps = getattr(trainer, "eps", None), getattr(sampler, "variance_epsilon", None)
-    return (
-        f"its epsilon is {eps:g} in the trainer and {sampler_eps:g} in the sampler"
-        if None not in (eps, sampler_eps) and eps != sampler_eps
-        else SAME
-    )
+    if None in (eps, sampler_eps) or eps == sampler_eps:
+        return SAME
+    return f"its epsilon is {eps:g} in the trainer and {sampler_eps:g} in the sampler"
 
 
 def _describe_attention(trainer: Any, sampler: Any) -> str:

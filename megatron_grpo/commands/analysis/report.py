@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.commands.analysis.args import MismatchArgs
 from megatron_grpo.commands.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
 from megatron_grpo.commands.analysis.printing import format_columns
 from megatron_grpo.run.metrics.plots import BLUE, GREY, RED, write_figure, write_panels
 from megatron_grpo.run.metrics.records import JsonlFile
 
 BINS = 40
-DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
+DRIFT = "sampling/sampling_logp_difference"  # in metrics.jsonl, with /mean and /max
 PANELS: dict[str, Callable[[Any], float]] = {
     "cosine with the run's gradient": lambda outcome: outcome.cosine or 0.0,
     "gradient norm": lambda outcome: outcome.grad_norm,
@@ -31,32 +30,34 @@ class MismatchReport:
     """Findings of `mismatch`.
 
     Args:
-        asked: Arguments of the command.
+        subject: What is examined.
+        step: Optimizer step of the weights.
         dtype: dtype of the trainer.
         limit: Limit of the relative difference of an operation.
         bound: Usual maximum difference of log-probs, in nats.
-        num_ranks: Tensor-parallel ranks.
+        ranks: Tensor-parallel ranks.
         source: Origin of the rows, in words.
         rows: Compared rows.
-        tokens: Tokens with the largest differences, from `worst_tokens`.
+        worst_tokens: Tokens with the largest differences, from `find_worst_tokens`.
         row: Index of the row whose operations were compared.
         operations: Compared operations; empty if the model is not supported.
-        drift: (step, mean, maximum) of |trainer - sampler| during the run, from `read_drift`.
+        drift: Difference of trainer and sampler during the run, from `read_drift`.
         notes: Notes for the user.
         weight_sync_problem: Problem of the weight sync; empty without one.
     """
 
-    asked: MismatchArgs
+    subject: str
+    step: int
     dtype: str
     limit: float
     bound: float
-    num_ranks: int
+    ranks: int
     source: str
     rows: Sequence[ComparedRow]
-    tokens: Sequence[dict[str, Any]]
+    worst_tokens: Sequence[dict[str, Any]]
     row: int
     operations: Sequence[Operation]
-    drift: Sequence[tuple[int, float, float]]
+    drift: Sequence[dict[str, Any]]
     notes: Sequence[str]
     weight_sync_problem: str
 
@@ -65,17 +66,17 @@ class MismatchReport:
         """Describe what differs by more than rounding; empty if nothing does."""
         sentences = []
         if (first := first_difference([op for op in self.operations if op.name not in ASIDE])) is not None:
-            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
+            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.ranks else ""
             sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
         sentences += [ASIDE[op.name] for op in self.operations if op.name in ASIDE and op.is_over]
         if not sentences and self.weight_sync_problem:
             sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
-        if not sentences and not self.operations and self.numbers["beyond"]:
+        if not sentences and not self.operations and self.difference["beyond"]:
             sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model cannot be compared.")
         return " ".join(sentences)
 
     @property
-    def numbers(self) -> dict[str, float]:
+    def difference(self) -> dict[str, float]:
         """Statistics of |trainer - sampler| in nats over all sampled tokens; `beyond` is the fraction above `bound`, with NaN above."""
         differences = np.abs(np.concatenate([row.differences for row in self.rows]))
         return {
@@ -95,10 +96,10 @@ def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
     Args:
         figure: Image that was written; None without one.
     """
-    numbers = report.numbers
-    ranks = "one rank" if report.num_ranks == 1 else f"{report.num_ranks} tensor-parallel ranks"
+    numbers = report.difference
+    ranks = "one rank" if report.ranks == 1 else f"{report.ranks} tensor-parallel ranks"
     lines = [
-        f"{report.asked.name}, step {report.asked.step}, {report.dtype}, {ranks}",
+        f"{report.subject}, step {report.step}, {report.dtype}, {ranks}",
         f"{len(report.rows)} rows, {numbers['tokens']:,} tokens, {report.source}",
         "",
         "|trainer - sampler| in nats: "
@@ -107,14 +108,13 @@ def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
         "",
         *format_columns(
             {"row": ">5", "position": ">9", "sampler": ">11.4f", "trainer": ">10.4f", "difference": ">12.2e", "  token": ""},
-            ((t["row"], t["place"], t["sampler"], t["trainer"], t["difference"], f"  {t['text']!r}") for t in report.tokens),
+            ((t["row"], t["place"], t["sampler"], t["trainer"], t["difference"], f"  {t['text']!r}") for t in report.worst_tokens),
         ),
     ]
     if report.drift:
-        (first, mean, _), (last, last_mean, _) = report.drift[0], report.drift[-1]
-        step, _, largest = max(report.drift, key=lambda entry: entry[2])
-        text = f"mean {mean:.2g} at step {first}, {last_mean:.2g} at step {last}; largest {largest:.2g} at step {step}"
-        lines += ["", f"While the run trained: {text}"]
+        means = ", ".join(f"{entry['mean']:.2g} at step {entry['step']}" for entry in (report.drift[0], report.drift[-1]))
+        largest = "{max:.2g} at step {step}".format(**max(report.drift, key=lambda entry: entry["max"]))
+        lines += ["", f"While the run trained: mean {means}; largest {largest}"]
     if report.operations:
         row = report.rows[report.row]
         lines += [
@@ -144,21 +144,10 @@ def _shortened(operations: Sequence[Operation]) -> list[Operation]:
 
 def as_json(report: MismatchReport) -> dict[str, Any]:
     """Return the findings as the object of `mismatch --json`."""
-    return {
-        "subject": report.asked.name,
-        "step": report.asked.step,
-        "dtype": report.dtype,
-        "ranks": report.num_ranks,
-        "source": report.source,
+    names = "subject step dtype ranks source rows difference bound worst_tokens drift row limit operations notes".split()
+    return {name: getattr(report, name) for name in names} | {
         "rows": len(report.rows),
-        "difference": report.numbers,
-        "bound": report.bound,
-        "worst_tokens": list(report.tokens),
-        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in report.drift],
-        "row": report.row,
-        "limit": report.limit,
         "operations": [asdict(op) | {"over": op.is_over} for op in report.operations],
-        "notes": list(report.notes),
         "push": report.weight_sync_problem,
         "named": [op.name for op in report.operations if op.is_over],
         "verdict": report.verdict,
@@ -173,7 +162,7 @@ def worst_row(rows: Sequence[ComparedRow]) -> int:
     return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
 
 
-def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -> list[dict[str, Any]]:
+def find_worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -> list[dict[str, Any]]:
     """List the sampled tokens with the largest differences; NaN counts as the largest.
 
     Args:
@@ -184,29 +173,28 @@ def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -
         {"row", "place", "text", "sampler", "trainer", "difference"} of each token. `place` counts the tokens of a row from the start of the
         prompt; log-probs are in nats.
     """
-    tokens: list[dict[str, Any]] = [
-        {"row": number, "place": int(index), "text": "", "sampler": float(row.sampler[index]), "trainer": float(row.trainer[index])}
-        for number, row in enumerate(rows)
-        for index in np.flatnonzero(row.is_sampled)
-    ]
-    for token in tokens:
-        token["difference"] = token["trainer"] - token["sampler"]
-    tokens.sort(key=lambda token: -np.nan_to_num(abs(token["difference"]), nan=np.inf))
-    for token in tokens[:max_tokens]:
-        token["text"] = tokenizer.decode([int(rows[token["row"]].tokens[token["place"]])])
-    return tokens[:max_tokens]
+    places = [(number, int(index)) for number, row in enumerate(rows) for index in np.flatnonzero(row.is_sampled)]
+    differences = np.concatenate([row.differences for row in rows])
+    tokens = []
+    for index in np.argsort(-np.nan_to_num(np.abs(differences), nan=np.inf), kind="stable")[:max_tokens]:
+        number, place = places[index]
+        row = rows[number]
+        token = {"row": number, "place": place, "text": tokenizer.decode([int(row.tokens[place])])}
+        values = {"sampler": row.sampler[place], "trainer": row.trainer[place], "difference": differences[index]}
+        tokens.append(token | {name: float(value) for name, value in values.items()})
+    return tokens
 
 
-def read_drift(run: Path | None) -> list[tuple[int, float, float]]:
-    """Return (step, mean, maximum) of |trainer - sampler| in nats, as the run logged them. Steps that trained nothing have no entry.
+def read_drift(run: Path | None) -> list[dict[str, Any]]:
+    """Return {"step", "mean", "max"} of |trainer - sampler| in nats, as the run logged them. Steps that trained nothing have no entry.
 
     Args:
         run: Output directory of the run; None without one, which gives no entries.
     """
     return [
-        (record["step"], *(float(record[name]) for name in DRIFT))
+        {"step": record["step"]} | {name: float(record[f"{DRIFT}/{name}"]) for name in ("mean", "max")}
         for record in (JsonlFile(run / "metrics.jsonl").all() if run is not None else [])
-        if all(isinstance(record.get(name), (int, float)) for name in DRIFT)
+        if all(isinstance(record.get(f"{DRIFT}/{name}"), (int, float)) for name in ("mean", "max"))
     ]
 
 
@@ -288,7 +276,7 @@ def _operations(axes: Any, report: MismatchReport) -> None:
 
 
 def _drift(axes: Any, report: MismatchReport) -> None:
-    steps, means, largest = zip(*report.drift, strict=True)
+    steps, means, largest = ([entry[name] for entry in report.drift] for name in ("step", "mean", "max"))
     axes.plot(steps, means, "o-", color=BLUE, markersize=3, label="mean")
     axes.plot(steps, largest, "o-", color=RED, markersize=3, label="largest")
     if min(means) > 0:
