@@ -146,10 +146,8 @@ class ReplicaCheck:
         sorted_mismatches = tuple(sorted(all_mismatches, key=lambda mismatch: KINDS.index(mismatch.kind)))
         first = {f"{mismatch.kind} {mismatch.name}" for mismatch in sorted_mismatches[:SHOWN]}
         tensors = {f"{kind} {name}": value for kind, name, _, value in values if isinstance(value, torch.Tensor)}
-        return ReplicaCheckResult(
-            step=batch.step + 1, equal_at=self._equal_at, mismatches=sorted_mismatches,
-            mine={name: tensor for name, tensor in tensors.items() if name in first},
-        )  # fmt: skip
+        mine = {name: tensor for name, tensor in tensors.items() if name in first}
+        return ReplicaCheckResult(step=batch.step + 1, equal_at=self._equal_at, mismatches=sorted_mismatches, mine=mine)
 
     def _compared(self, group_name: str, group: Any, values_held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
         """Return the differences within one group. Ranks without a tensor are ignored for it. Collective over the group."""
@@ -162,7 +160,8 @@ class ReplicaCheck:
         if not values_held or not self._lists[group_name]:
             return []
         absent = torch.tensor([value is _ABSENT for *_, value in values_held], device=parallel.device)
-        numbers = torch.stack([_fingerprint(value, parallel.device) for *_, value in values_held])
+        fingerprints = [fingerprint(value) if isinstance(value, torch.Tensor) else torch.tensor(value) for *_, value in values_held]
+        numbers = torch.stack([number.to(parallel.device) for number in fingerprints])
         extremes = torch.cat([numbers, ~numbers]).masked_fill_(absent.repeat(2), _FEWEST)
         largest, smallest = collectives.max_(extremes, group).chunk(2)
         differs = torch.nonzero(largest != ~smallest).flatten().tolist()
@@ -220,9 +219,8 @@ def list_tensors(policy: Any) -> dict[str, torch.Tensor]:
 def _list_groups(policy: Any, name: str) -> tuple[str, ...]:
     """Return the groups whose ranks hold the same shard of a tensor."""
     kind = _kind(policy, name)
-    copies = ("EDP",) if kind.is_expert else ("DP",)
-    model_parallel = ("ETP",) if kind.is_expert else ("TP",)
-    return copies + (model_parallel if kind.cut is ShardSplit.REPLICATED else ())
+    copies, model_parallel = ("EDP", "ETP") if kind.is_expert else ("DP", "TP")
+    return (copies, model_parallel) if kind.cut is ShardSplit.REPLICATED else (copies,)
 
 
 def _kind(policy: Any, name: str) -> Any:
@@ -267,7 +265,7 @@ def _iterate_optimizer_state(policy: Any) -> Iterator[Held]:
     A distributed optimizer gives each rank its own range of each, so these are compared over TP.
     """
     names = {id(tensor): name for name, tensor in list_tensors(policy).items()}
-    for parameter, gradient, states in _trained(policy):
+    for parameter, _, gradient, _, states in _trained(policy):
         name = names[id(parameter)]
         groups = _list_groups(policy, name)
         if is_distributed(policy.optimizer):
@@ -278,16 +276,18 @@ def _iterate_optimizer_state(policy: Any) -> Iterator[Held]:
                 yield "moment", f"{name} ({state_name})", groups, tensor
 
 
-def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
-    """Yield (parameter, this rank's part of its gradient, optimizer state of that part)."""
+def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Mapping[str, Any]]]:
+    """Yield (parameter, this rank's part of it, of its gradient and of its float32 weights, optimizer state of that part)."""
     if is_distributed(policy.optimizer):
         for parameter, start, end, states in iterate_runs(policy.optimizer):
-            yield parameter, parameter.main_grad.view(-1)[start:end], states  # type: ignore[attr-defined]  # Megatron's
+            own, gradient = (x.detach().view(-1)[start:end] for x in (parameter, parameter.main_grad))  # type: ignore[attr-defined]
+            yield parameter, own, gradient, states["param"], states
         return
     for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
         main: Any = getattr(parameter, "main_param", parameter)
         optimizer_states = (part.optimizer.state for part in chain(policy.optimizer))
-        yield parameter, parameter.main_grad, next((states[main] for states in optimizer_states if main in states), {})
+        states = next((states[main] for states in optimizer_states if main in states), {})
+        yield parameter, parameter.detach(), parameter.main_grad, main, states
 
 
 def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:
@@ -312,8 +312,7 @@ def _strange_groups(policy: Any) -> list[ReplicaMismatch]:
     A collective over such a group would mix data of other replicas.
     """
     p, mismatches = policy.parallel, []
-    groups = {"TP": p.tp_group, "CP": p.cp_group, "PP": p.pp_group, "EP": p.ep_group, "ETP": p.etp_group}
-    ranks = {over: collectives.members(group) for over, group in groups.items()}
+    ranks = {over: collectives.members(group) for over, group in ({"EP": p.ep_group} | list_process_groups(p)).items()}
     checked: set[tuple[int, str]] = set()
     for chunk in policy.chunks:
         for name, module in chunk.named_modules():
@@ -344,30 +343,21 @@ def _unmarked(policy: Any) -> list[ReplicaMismatch]:
 def _rounded(policy: Any) -> list[ReplicaMismatch]:
     """Find bfloat16 weights that differ from the rounded float32 weights of the optimizer."""
     names = {id(tensor): name for name, tensor in list_tensors(policy).items()}
-    if is_distributed(policy.optimizer):
-        pairs = [(p, p.detach().view(-1)[start:end], states["param"]) for p, start, end, states in iterate_runs(policy.optimizer)]
-    else:
-        trained = (p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
-        pairs = [(p, p.detach(), p.main_param) for p in trained if getattr(p, "main_param", None) is not None]
-    pairs = [pair for pair in pairs if pair[1].dtype is not pair[2].dtype and pair[1].device == pair[2].device]
+    pairs = [(names[id(p)], weight, main) for p, weight, _, main, _ in _trained(policy) if weight.dtype is not main.dtype]
+    pairs = [pair for pair in pairs if pair[1].device == pair[2].device]
     if not pairs:
         return []
     # NaN is ignored here: the gradient check finds it.
     rounded = [(weight, main.detach().to(weight.dtype).view_as(weight)) for _, weight, main in pairs]
     is_different = torch.stack([((weight != master) & ~(weight.isnan() & master.isnan())).any() for weight, master in rounded]).tolist()
     return [
-        ReplicaMismatch(kind="weight", name=names[id(p)], over="", copies=((policy.parallel.rank, 0),))
-        for (p, _, _), is_wrong in zip(pairs, is_different, strict=True)
+        ReplicaMismatch(kind="weight", name=name, over="", copies=((policy.parallel.rank, 0),))
+        for (name, _, _), is_wrong in zip(pairs, is_different, strict=True)
         if is_wrong
     ]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------------
-
-
-def _fingerprint(value: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    number = fingerprint(value) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64)
-    return number.to(device)
 
 
 def _parse_number(text: str) -> int:
