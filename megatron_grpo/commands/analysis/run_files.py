@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,19 @@ class RunFiles:
             {"set", "prompt", "before", "after", "score_before", "score_after", "first", "last"} of each answer to the same prompt.
         """
         changes = []
-        folder = self.folder / "evaluations"
+        folder, scored_by = self.folder / "evaluations", {record.get("name"): str(record.get("score", "")) for record in self.evaluations}
         for set_folder in sorted(folder.iterdir()) if folder.is_dir() else ():
             files = sorted(set_folder.glob("step_*.parquet"))
             if len(files) < 2:
                 continue
-            score = self._make_score_reader(set_folder.name)
+            score = scored_by.get(set_folder.name, "")
             last_rows = {(row["dataset_row"], row["generation"]): row for row in read_rows(files[-1])}
             first, last = (int(file.stem.split("_")[1]) for file in (files[0], files[-1]))
             for row in read_rows(files[0]):
                 last_row = last_rows.get((row["dataset_row"], row["generation"]))
                 if last_row is None or last_row["prompt"] != row["prompt"]:  # another question, or another data set of this name
                     continue
-                scores = score(row), score(last_row)
+                scores = self._score_row(row, score), self._score_row(last_row, score)
                 if all(map(is_number, scores)):
                     changes.append({
                         "set": set_folder.name, "prompt": row["prompt"], "before": row["completion"], "after": last_row["completion"],
@@ -103,19 +104,14 @@ class RunFiles:
                     })  # fmt: skip
         return changes
 
-    def _make_score_reader(self, name: str) -> Callable[[Row], float | None]:
-        """Return the function that gives the score of a row of an evaluation set."""
-        score = next((str(record.get("score", "")) for record in reversed(self.evaluations) if record.get("name") == name), "")
-        weights = self.settings.get("reward_weights")
-
-        def score_of_row(row: Row) -> float | None:
-            rewards = [value for key, value in row.items() if key.startswith("rewards/")]
-            if score != SUM and (len(rewards) == 1 or f"rewards/{score}" in row):
-                return row.get(f"rewards/{score}", rewards[0])
-            scored = [(value, weight) for value, weight in zip(rewards, weights or [1.0] * len(rewards), strict=False) if value is not None]
-            return sum(value * weight for value, weight in scored) if scored else None
-
-        return score_of_row
+    def _score_row(self, row: Row, score: str) -> float | None:
+        """Return the score of a row of an evaluation set, whose evaluations name what the score is."""
+        rewards = [value for key, value in row.items() if key.startswith("rewards/")]
+        if score != SUM and (len(rewards) == 1 or f"rewards/{score}" in row):
+            return row.get(f"rewards/{score}", rewards[0])
+        weights = self.settings.get("reward_weights") or [1.0] * len(rewards)
+        scored = [(value, weight) for value, weight in zip(rewards, weights, strict=False) if value is not None]
+        return sum(value * weight for value, weight in scored) if scored else None
 
     def last_groups(self) -> list[list[Row]]:
         """Return the groups of the newest rollout in completions/, those whose rewards differ most first."""
@@ -188,12 +184,10 @@ def format_text(value: Any, *, max_characters: int) -> str:
     """
     text = str(value)
     if text.startswith("[{"):
-        try:
+        with suppress(ValueError):  # it is not JSON
             messages = parse_json(text)
-        except ValueError:
-            messages = []
-        if messages and all(isinstance(message, dict) and "role" in message for message in messages):
-            text = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
+            if all(isinstance(message, dict) and "role" in message for message in messages):
+                text = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
     # A bell, or a character that reverses the direction of the page.
     escaped = "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text[:max_characters])
     return escaped + (f" … ({len(text) - max_characters:,} more characters)" if len(text) > max_characters else "")
