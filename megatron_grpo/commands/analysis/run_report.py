@@ -28,7 +28,7 @@ MOST_POINTS = 1500  # of a curve; a longer one is drawn as means of neighbours
 MOST_ROWS = 25  # in the table of a figure, besides those of curves with fewer points than that
 MOST_TEXT = 1200  # characters of a prompt or completion
 MOST_EVENTS = 50
-MOST_ANSWERS, MOST_GROUPS, MOST_SCHEDULE = 8, 6, 8
+MOST_ANSWERS, MOST_GROUPS = 8, 6
 
 
 HELD_OUT, EACH_REWARD = "evaluations.jsonl", "rewards/{name}/mean"  # stand for one curve per set, and per reward, in page/figures.yaml
@@ -170,24 +170,21 @@ def read_curves(figure: Row, run: RunFiles) -> list[tuple[str, str, Points]]:
 
 
 def describe_run(run: RunFiles) -> dict[str, Any]:
-    """Return the template's data of one run besides figures and settings."""
+    """Return the contents of a run and what the template shows of them besides figures and settings."""
     seconds = run.phases()
     total = sum(seconds.values()) or 1.0
     phases = [(activity.WORDS.get(name, name), value, value / total) for name, value in seconds.items() if value >= 0.005 * total]
     changes = run.changes()
     differences = [change["score_after"] - change["score_before"] for change in changes]
-    return {
-        "name": run.name,
+    return vars(run) | {
         "end": run.end or "The end of the run is not recorded: it is still running, or it was killed.",
         "summary": summary(run),
-        "plan_warnings": run.plan.get("warnings", []),
         "events": [event for event in run.events if event.get("kind") and event.get("text")][-MOST_EVENTS:],
         "num_earlier": max(0, len(run.events) - MOST_EVENTS),
         "phases": phases,
         "answers": largest(changes),
         "counts": (sum(d > 0 for d in differences), sum(d < 0 for d in differences), sum(d == 0 for d in differences)),
         "groups": [rows for rows in run.last_groups()[:MOST_GROUPS] if rows[0]["reward"] > rows[-1]["reward"]],
-        "schedule": run.plan.get("timetable", [])[:MOST_SCHEDULE],
     }
 
 
