@@ -26,16 +26,13 @@ from megatron_grpo.core.types import TokenSequence
 # of summation, 5e-3 by other bfloat16 roundings (docs/mismatch.md).
 LIMITS = {"float32": 2e-6, "bfloat16": 8e-3}
 
-ATTENTION = ("norm 1", "qkv", "q norm", "k norm", "rope q", "rope k", "attention", "delta rule", "o proj", "residual 1", "norm 2")
-BLOCK = ("router", "experts", "gate up", "act", "down", "residual 2")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """Difference of one operation, over the ranks of both sides.
 
     Args:
-        name: Name of the operation, as in `order`.
+        name: Name of the operation, as in `analysis.traced`.
         difference: Root mean square of the difference, relative to that of the sampler's output (for `log-prob`: of the logits, or of
             itself).
         largest: Maximum absolute difference of one number.
@@ -61,12 +58,6 @@ class Operation:
         """Name for people, for example "layer 2, q norm"."""
         layer, _, operation = self.name.partition(" ")
         return f"layer {layer[1:]}, {operation}" if layer[:1] == "L" and layer[1:].isdecimal() else self.name
-
-
-def order(num_layers: int) -> list[str]:
-    """Return the names of all possible operations in the order of computation."""
-    layers = [f"L{layer} {name}" for layer in range(num_layers) for name in (*ATTENTION, *BLOCK)]
-    return ["embedding", *layers, "final norm", "logits", "log-prob"]
 
 
 def make_sequence(tokens: Sequence[int], opening: int) -> TokenSequence:
@@ -176,7 +167,7 @@ def compare_operations(
     trainer["log-prob"] = traced.LocalOutputRows(0, torch.from_numpy(forced[0][opening:])[:, None])
     start = model.output_layer.vocab_start
     sampler["logits"] = logits[:, start : start + trainer["logits"].rows.shape[1]]
-    names = [name for name in order(len(model.decoder.layers)) if name in trainer and name in sampler]
+    names = [name for name in trainer if name in sampler]
     parts = {name: _part(trainer[name], sampler[name], size if name == "log-prob" else None) for name in names}
     parts_of_ranks: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
     operations = [_join_parts(name, [part[name] for part in parts_of_ranks], limit) for name in names]

@@ -90,7 +90,7 @@ def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, 
             pass.
 
     Returns:
-        The output by operation, except `log-prob`, which `score` returns.
+        The output by operation in the order of computation, except `log-prob`, which `score` returns.
     """
     tracer = _Tracer(model, forced)
     with tracer.watching():
