@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from megatron_grpo.commands.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
 from megatron_grpo.commands.analysis.printing import format_cell, print_report, table_lines
-from megatron_grpo.commands.analysis.replay import open_policy
+from megatron_grpo.commands.analysis.replay import fill_buffer, open_policy
 from megatron_grpo.commands.analysis.report import draw_variants
 from megatron_grpo.core.base.errors import EXIT_DONE, config_error
 from megatron_grpo.core.base.files import parse_json, plot_obstacle
@@ -31,7 +31,7 @@ from megatron_grpo.core.grpo.zero_gradient import RowKind, zero_gradient_kinds
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.optimizer import gradient_norm
 from megatron_grpo.core.policy.policy import Policy
-from megatron_grpo.core.trainer.sample_buffer import SampleBuffer, score_rows
+from megatron_grpo.core.trainer.sample_buffer import score_rows
 from megatron_grpo.core.types import GlobalBatch, RowKey, Sample, SampleWithOldLogprobs
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.assemble import PolicyParts
@@ -48,36 +48,20 @@ from megatron_grpo.run.open_checkpoint import load_weights
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantResult:
-    """Result of one variant.
+# Result of one variant, as in the object of `--json`:
+#   name        text of the variant
+#   rows        rows that trained
+#   loss        loss
+#   grad_norm   gradient norm
+#   cosine      cosine of its gradient with that of the run's settings; None if either is 0
+#   kl_sampler  KL(sampler || current policy) by the k3 estimator, in nats per token
+#   ess         effective sample size of the weights policy / sampler, as a fraction of the tokens
+#   clip_low    fraction of tokens clipped at the lower bound
+#   clip_high   fraction of tokens clipped at the upper bound
+#   kl          KL from the reference; None without a reference
+VariantResult = dict[str, Any]
 
-    Args:
-        name: Text of the variant.
-        rows: Rows that trained.
-        loss: Loss.
-        grad_norm: Gradient norm.
-        cosine: Cosine of its gradient with that of the run's settings; None if either is 0.
-        kl_sampler: KL(sampler || current policy) by the k3 estimator, in nats per token.
-        ess: Effective sample size of the weights policy / sampler, as a fraction of the tokens.
-        clip_low: Fraction of tokens clipped at the lower bound.
-        clip_high: Fraction of tokens clipped at the upper bound.
-        kl: KL from the reference; None without a reference.
-    """
-
-    name: str
-    rows: int
-    loss: float
-    grad_norm: float
-    cosine: float | None
-    kl_sampler: float
-    ess: float
-    clip_low: float
-    clip_high: float
-    kl: float | None
-
-
-# Headings of the table, and formats of the fields of `VariantResult` in their order.
+# Headings of the table, and formats of the values of a `VariantResult` in their order.
 COLUMNS = {"": "", "rows": "", "loss": ".5g", "grad_norm": ".5g", "cosine": ".6f", "KL sampler": ".3g", "ESS": ".4f",
            "clip low": ".2%", "clip high": ".2%", "KL ref": ".3g"}  # fmt: skip
 
@@ -105,7 +89,7 @@ def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Par
     outcomes = compare_losses(args)
     if collectives.rank() == 0:
         recorded = _recorded(args)
-        result = {"step": args.step, "recorded": recorded, "variants": [asdict(outcome) for outcome in outcomes]}
+        result = {"step": args.step, "recorded": recorded, "variants": outcomes}
         print_report(result, report_lines(args, outcomes, recorded), as_json=args.cfg.plan.json)
         line = draw_variants(outcomes, Path(args.cfg.plan.png or args.run / "plots" / "compare_losses.png"), args.step)
         print(line, file=sys.stderr if args.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout contains only the object
@@ -174,7 +158,7 @@ def _read_entropy(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
 
 def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
     """Return all samples with old log-probs by the current weights, on rank 0; an empty list on other ranks. Collective."""
-    pending = _pending(policy, samples)
+    pending = fill_buffer(policy, samples)
     scored = score_rows(pending.placed(), score=policy.scorer.old_logprobs, cut=policy.cut, parallel=policy.parallel)
     local: dict[RowKey, Sample] = {}
     for key, sample in scored.sequences.items():
@@ -185,14 +169,9 @@ def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample
     return [merged[sample.key] for sample in samples] if merged else []
 
 
-def _pending(policy: Policy, samples: Sequence[Sample], left_out: frozenset[RowKind] = frozenset()) -> SampleBuffer:
-    empty = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=left_out)
-    return empty.restored(samples if policy.parallel.is_rank_zero else [])
-
-
 def _batch(policy: Policy, samples: Sequence[Sample], index: int, left_out: frozenset[RowKind]) -> GlobalBatch:
     """Return this rank's share of a step that trains these rows in their order."""
-    pending = _pending(policy, samples, left_out)
+    pending = fill_buffer(policy, samples, left_out)
     order = collectives.broadcast_object([sample.key for sample in samples])
     versions = pending.rows.on_policy_version[pending.rows.find_indices(*np.array(order).T)].tolist()
     micro_steps = [
@@ -223,7 +202,8 @@ def _take(
     variant_samples = samples[: variant.num_rows]
     batch = _batch(policy, variant_samples, index, left_out)
     trained = policy.train_step(batch)
-    norm, buffers = trained.metrics.get("grad_norm", 0.0), list(_buffers(policy))
+    norm = trained.metrics.get("grad_norm", 0.0)
+    buffers = [buffer.grad_data for chunk in policy.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     gradients = [buffer.clone() for buffer in buffers]
     if reference is None:
         reference, cosine = gradients, 1.0 if norm else None
@@ -231,16 +211,10 @@ def _take(
         cosine = _cosine(policy, buffers, reference, gradients)
     kl, ess = _off_policy(policy, batch, trained.logprobs)
     get = trained.metrics.get
-    return VariantResult(
-        name=variant.name, rows=batch.num_sequences, loss=get("loss", 0.0), grad_norm=norm, cosine=cosine, kl_sampler=kl, ess=ess,
-        clip_low=get("clip_ratio/low_mean", 0.0), clip_high=get("clip_ratio/high_mean", 0.0), kl=get("kl"),
-    ), reference  # fmt: skip
-
-
-def _buffers(policy: Policy) -> Iterator[torch.Tensor]:
-    for chunk in policy.wrapped:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            yield buffer.grad_data
+    return {
+        "name": variant.name, "rows": batch.num_sequences, "loss": get("loss", 0.0), "grad_norm": norm, "cosine": cosine, "kl_sampler": kl,
+        "ess": ess, "clip_low": get("clip_ratio/low_mean", 0.0), "clip_high": get("clip_ratio/high_mean", 0.0), "kl": get("kl"),
+    }, reference  # fmt: skip
 
 
 def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], b: list[torch.Tensor]) -> float | None:
@@ -254,11 +228,9 @@ def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], 
             buffer.copy_(value)
         norms.append(gradient_norm(policy.optimizer))
     norm_a, norm_b, norm_difference = norms
-    return (
-        (norm_a**2 + norm_b**2 - norm_difference**2) / (2 * norm_a * norm_b)
-        if norm_a and norm_b and all(map(math.isfinite, norms))
-        else None
-    )
+    if not (norm_a and norm_b and all(map(math.isfinite, norms))):
+        return None
+    return (norm_a**2 + norm_b**2 - norm_difference**2) / (2 * norm_a * norm_b)
 
 
 def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[float, float]:
@@ -291,5 +263,5 @@ def report_lines(args: CompareLossesArgs, outcomes: Sequence[VariantResult], rec
     lines = [f"Optimizer step {args.step + 1} of {args.run}, rows as recorded, weights of {args.checkpoint.name}."]
     if recorded:
         lines.append("The run logged: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
-    values = [[format_cell(value, spec) for value, spec in zip(astuple(outcome), COLUMNS.values(), strict=True)] for outcome in outcomes]
+    values = [[format_cell(value, spec) for value, spec in zip(outcome.values(), COLUMNS.values(), strict=True)] for outcome in outcomes]
     return [*lines, "", *table_lines([list(COLUMNS), *values])]

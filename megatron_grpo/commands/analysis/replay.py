@@ -18,13 +18,14 @@ from megatron_grpo.commands.analysis.replica_check import list_tensors
 from megatron_grpo.commands.analysis.step_dump import StepDump, list_row_keys, with_fingerprints
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
+from megatron_grpo.core.grpo.zero_gradient import RowKind
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.gradient_check import non_finite_rows
 from megatron_grpo.core.policy.lr_schedule import OPTIMIZER_SETTINGS
 from megatron_grpo.core.policy.policy import Policy, ReducedGradient
 from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
-from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey
+from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, Sample
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.assemble import PolicyParts
 from megatron_grpo.run.assemble.output import start_parallel
@@ -144,6 +145,16 @@ def open_policy(
     return policy
 
 
+def fill_buffer(policy: Policy, samples: Sequence[Sample], left_out: frozenset[RowKind] = frozenset()) -> SampleBuffer:
+    """Return a buffer with the samples, which rank 0 distributes. Collective.
+
+    Args:
+        left_out: Kinds of rows that are not trained.
+    """
+    empty = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=left_out)
+    return empty.restored(samples if policy.parallel.is_rank_zero else [])
+
+
 def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | None = None) -> dict[str, Any]:
     """Compute the gradient of a recorded step, then every row of it alone, and diagnose the result. Collective.
 
@@ -165,8 +176,7 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
     content = {"step dump": step_dump.path.name}
     policy = open_policy(cfg, model, checkpoint, content, num_steps=step_dump.step.index + 1, parts=recorded)
     parallel = policy.parallel
-    empty = SampleBuffer(parallel=parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
-    buffer = empty.restored(samples if parallel.is_rank_zero else [])
+    buffer = fill_buffer(policy, samples, policy.loss.zero_gradient)
     try:
         _, batch = buffer.batch(step_dump.step, token_weight_fn=policy.loss.token_weights)
     except ValueError as error:

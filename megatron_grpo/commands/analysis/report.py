@@ -18,10 +18,10 @@ from megatron_grpo.run.metrics.records import JsonlFile
 BINS = 40
 DRIFT = "sampling/sampling_logp_difference"  # in metrics.jsonl, with /mean and /max
 PANELS: dict[str, Callable[[Any], float]] = {
-    "cosine with the run's gradient": lambda outcome: outcome.cosine or 0.0,
-    "gradient norm": lambda outcome: outcome.grad_norm,
-    "clipped share of tokens": lambda outcome: outcome.clip_low + outcome.clip_high,
-    "effective sample size": lambda outcome: outcome.ess,
+    "cosine with the run's gradient": lambda outcome: outcome["cosine"] or 0.0,
+    "gradient norm": lambda outcome: outcome["grad_norm"],
+    "clipped share of tokens": lambda outcome: outcome["clip_low"] + outcome["clip_high"],
+    "effective sample size": lambda outcome: outcome["ess"],
 }
 
 
@@ -229,7 +229,7 @@ def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
         axes.set_title(title, fontsize=10)
         axes.margins(x=0.2)
         axes.grid(visible=False)
-        names = [outcome.name if axes.get_subplotspec().is_first_col() else "" for outcome in outcomes]
+        names = [outcome["name"] if axes.get_subplotspec().is_first_col() else "" for outcome in outcomes]
         axes.set_yticks(range(len(outcomes)), names)
         axes.invert_yaxis()
         axes.figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
