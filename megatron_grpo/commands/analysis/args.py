@@ -70,12 +70,11 @@ def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
         if not value.isdecimal() or int(value) < least
     ]
     problems += parsed.problems
-    subject = None
     try:
         subject = _subject(Path(argv[0]), parsed, parse)
     except ConfigError as error:
-        problems += error.problems
-    if problems or subject is None:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
         raise ConfigError(problems)
     row, num_rows, dtype = (values[-1] if values else None for values in own_values.values())
     return replace(subject, row=None if row is None else int(row), num_rows=int(num_rows or ROWS), dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def compare_rows(
     dtype = cfg.model.torch_dtype
     tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
     rows, prompts, source, notes = _rows_to_compare(args, cfg, shape, tokenizer)
-    number = len(rows or prompts)
+    number = len(prompts)
     if args.row is not None and args.row >= number:
         raise config_error("row", f"row ({args.row}) does not exist: {number} rows are compared. Use 0 to {number - 1}.")
     longest = max([*(len(row.tokens) for row in rows), *(len(prompt.token_ids) for prompt in prompts)])
@@ -111,9 +111,8 @@ def compare_rows(
     )  # fmt: skip
     clean_up.add(engine.close)
     sampling = SamplingSettings(n=1, max_completion_length=answer, temperature=cfg.rollout.temperature)
-    asked_for = prompts or [_prompt(number, row.prompt) for number, row in enumerate(rows)]
     # Fill the prefix cache before the sync, so that entries that survive the sync show up.
-    engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)
+    engine.generate(prompts, replace(sampling, max_completion_length=1), seed=cfg.run.seed)
     WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).sync_weights(args.step)
     rows = rows or _sample_rows(engine, prompts, sampling, seed=cfg.run.seed)
     scored = model.scorer.score([make_sequence(row.tokens.tolist(), row.opening) for row in rows])
@@ -164,8 +163,8 @@ def _rows_to_compare(
     """Select the rows to compare.
 
     Returns:
-        (rows that the run recorded with these weights, or else prompts to sample from, their source in words, notes for the user). One of
-        the first two is empty.
+        (rows that the run recorded with these weights; empty if they must be sampled, prompts of the rows, their source in words, notes for
+        the user).
     """
     notes = list[str]()
     if sampling_mask.samples_from_part(cfg.rollout):
@@ -177,16 +176,16 @@ def _rows_to_compare(
         notes.append("The run trains with the sampler's arithmetic (bitwise_parity); the trainer's own arithmetic is compared here.")
     is_as_run = args.dtype is None and not sampling_mask.samples_from_part(cfg.rollout)
     if args.run is not None and is_as_run and (rows := read_sampled_rows(args.run, version=args.step)):
-        return evenly_spaced(rows, args.num_rows), [], "recorded by the run with these weights", notes
+        rows = evenly_spaced(rows, args.num_rows)
+        return rows, _prompts(row.prompt for row in rows), "recorded by the run with these weights", notes
     if args.run is not None and (rows := read_sampled_rows(args.run)):
         run_prompts = list(dict.fromkeys(row.prompt for row in rows))
-        prompts = [run_prompts[number % len(run_prompts)] for number in range(args.num_rows)]
-        return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "sampled again from prompts of the run", notes
+        prompts = _prompts(run_prompts[number % len(run_prompts)] for number in range(args.num_rows))
+        return [], prompts, "sampled again from prompts of the run", notes
     probes = probe_sequences(tokenizer, vocab_size=shape.vocab_size, max_model_len=shape.max_position_embeddings)
     tokens = [probe.token_ids.tolist() for probe in probes]
     cut = [tokens[i % len(tokens)][: len(tokens[0]) * (i // len(tokens) + 1) // 4 + 1] for i in range(args.num_rows)]
-    source = "sampled again from random tokens, because no prompts are recorded"
-    return [], [_prompt(number, prompt) for number, prompt in enumerate(cut)], source, notes
+    return [], _prompts(cut), "sampled again from random tokens, because no prompts are recorded", notes
 
 
 def read_sampled_rows(run: Path, *, version: int | None = None) -> list[ComparedRow]:
@@ -237,8 +236,8 @@ def evenly_spaced(rows: list[ComparedRow], max_rows: int) -> list[ComparedRow]:
     return [rows[i * len(rows) // max_rows] for i in range(max_rows)] if len(rows) > max_rows else rows
 
 
-def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
-    return Prompt(number=number, row=number, raw="", token_ids=tuple(tokens), columns={})
+def _prompts(prompts: Iterable[Sequence[int]]) -> list[Prompt]:
+    return [Prompt(number=n, row=n, raw="", token_ids=tuple(tokens), columns={}) for n, tokens in enumerate(prompts)]
 
 
 def _sample_rows(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[ComparedRow]:
