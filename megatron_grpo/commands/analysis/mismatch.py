@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,15 @@ from megatron_grpo.commands.analysis.operations import (
     one_per_micro_batch,
 )
 from megatron_grpo.commands.analysis.printing import print_report
-from megatron_grpo.commands.analysis.report import MismatchReport, as_json, draw, find_worst_tokens, read_drift, report_lines, worst_row
+from megatron_grpo.commands.analysis.report import (
+    describe_differences,
+    draw,
+    find_worst_tokens,
+    read_drift,
+    report_lines,
+    summarize_differences,
+    worst_row,
+)
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.base.files import plot_obstacle
@@ -76,21 +84,20 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
     with CleanUp() as clean_up:
         parallel = start_parallel(cfg, layout, content={"question": f"{args.name} {args.row} {args.num_rows}"})
         clean_up.add(state.stop)
-        report = compare_rows(args, cfg, shape, model_path, parallel, clean_up)
-        verdict = report.verdict
+        found, rows, operations = compare_rows(args, cfg, shape, model_path, parallel, clean_up)
         if collectives.rank() == 0:
-            is_drawn = draw(figure, report)
-            print_report(as_json(report), report_lines(report, figure if is_drawn else None), as_json=cfg.plan.json)
-    return EXIT_CRASH if verdict else EXIT_DONE
+            is_drawn = draw(figure, found, rows, operations)
+            print_report(found, report_lines(found, rows, operations, figure if is_drawn else None), as_json=cfg.plan.json)
+    return EXIT_CRASH if found["verdict"] else EXIT_DONE
 
 
 def compare_rows(
     args: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp
-) -> MismatchReport:
+) -> tuple[dict[str, Any], list[ComparedRow], Sequence[Operation]]:
     """Score the rows with trainer and sampler, and compare their operations on one row. Collective.
 
     Returns:
-        The findings.
+        (the findings, as in `report.Findings`; compared rows; compared operations, none if the model is not supported).
 
     Raises:
         ConfigError: If `row` is beyond the rows that are compared.
@@ -127,22 +134,26 @@ def compare_rows(
     else:
         score = one_per_micro_batch(model.scorer)
         operations = compare_operations(engine, model.chunks[0], score, compared[chosen], temperature=sampling.temperature, limit=limit)
-    return MismatchReport(
-        subject=args.name,
-        step=args.step,
-        dtype=dtype,
-        limit=limit,
-        bound=max(USUAL[dtype], USUAL[engine.dtype]),
-        ranks=parallel.world_size,
-        source=source,
-        rows=compared,
-        worst_tokens=find_worst_tokens(compared, tokenizer, WORST),
-        row=chosen,
-        operations=operations,
-        drift=read_drift(args.run),
-        notes=notes,
-        weight_sync_problem=_weight_sync_problem(model, engine, args.step, dtype),
-    )
+    bound = max(USUAL[dtype], USUAL[engine.dtype])
+    found = {
+        "subject": args.name,
+        "step": args.step,
+        "dtype": dtype,
+        "ranks": parallel.world_size,
+        "source": source,
+        "rows": number,
+        "difference": summarize_differences(compared, bound),
+        "bound": bound,
+        "worst_tokens": find_worst_tokens(compared, tokenizer, WORST),
+        "drift": read_drift(args.run),
+        "row": chosen,
+        "limit": limit,
+        "operations": [asdict(op) | {"over": op.is_over} for op in operations],
+        "notes": notes,
+        "push": _weight_sync_problem(model, engine, args.step, dtype),
+        "named": [op.name for op in operations if op.is_over],
+    }
+    return found | {"verdict": describe_differences(found, operations)}, compared, operations
 
 
 def _weight_sync_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dtype: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,110 +24,87 @@ PANELS: dict[str, Callable[[Any], float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MismatchReport:
-    """Findings of `mismatch`.
+# Findings of `mismatch`, as in the object of `--json`:
+#   subject       what is examined
+#   step          optimizer step of the weights
+#   dtype         dtype of the trainer
+#   ranks         number of tensor-parallel ranks
+#   source        origin of the rows, in words
+#   rows          number of compared rows
+#   difference    statistics from `summarize_differences`
+#   bound         usual maximum difference of log-probs, in nats
+#   worst_tokens  tokens with the largest differences, from `find_worst_tokens`
+#   drift         difference of trainer and sampler during the run, from `read_drift`
+#   row           index of the row whose operations were compared
+#   limit         limit of the relative difference of an operation
+#   operations    fields of each compared operation, and whether it is over the limit
+#   notes         notes for the user
+#   push          problem of the weight sync; empty without one
+#   named         names of the operations that are over the limit
+#   verdict       what differs by more than rounding; empty if nothing does
+Findings = Mapping[str, Any]
+
+
+def describe_differences(found: Findings, operations: Sequence[Operation]) -> str:
+    """Describe what differs by more than rounding; empty if nothing does.
 
     Args:
-        subject: What is examined.
-        step: Optimizer step of the weights.
-        dtype: dtype of the trainer.
-        limit: Limit of the relative difference of an operation.
-        bound: Usual maximum difference of log-probs, in nats.
-        ranks: Tensor-parallel ranks.
-        source: Origin of the rows, in words.
-        rows: Compared rows.
-        worst_tokens: Tokens with the largest differences, from `find_worst_tokens`.
-        row: Index of the row whose operations were compared.
+        found: Findings without the verdict.
         operations: Compared operations; empty if the model is not supported.
-        drift: Difference of trainer and sampler during the run, from `read_drift`.
-        notes: Notes for the user.
-        weight_sync_problem: Problem of the weight sync; empty without one.
     """
-
-    subject: str
-    step: int
-    dtype: str
-    limit: float
-    bound: float
-    ranks: int
-    source: str
-    rows: Sequence[ComparedRow]
-    worst_tokens: Sequence[dict[str, Any]]
-    row: int
-    operations: Sequence[Operation]
-    drift: Sequence[dict[str, Any]]
-    notes: Sequence[str]
-    weight_sync_problem: str
-
-    @property
-    def verdict(self) -> str:
-        """Describe what differs by more than rounding; empty if nothing does."""
-        sentences = []
-        if (first := first_difference([op for op in self.operations if op.name not in ASIDE])) is not None:
-            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.ranks else ""
-            sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
-        sentences += [ASIDE[op.name] for op in self.operations if op.name in ASIDE and op.is_over]
-        if not sentences and self.weight_sync_problem:
-            sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
-        if not sentences and not self.operations and self.difference["beyond"]:
-            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model cannot be compared.")
-        return " ".join(sentences)
-
-    @property
-    def difference(self) -> dict[str, float]:
-        """Statistics of |trainer - sampler| in nats over all sampled tokens; `beyond` is the fraction above `bound`, with NaN above."""
-        differences = np.abs(np.concatenate([row.differences for row in self.rows]))
-        return {
-            "tokens": len(differences),
-            "mean": float(differences.mean()),
-            "median": float(np.median(differences)),
-            "90 %": float(np.quantile(differences, 0.9)),
-            "99 %": float(np.quantile(differences, 0.99)),
-            "largest": float(differences.max()),
-            "beyond": float((~(differences <= self.bound)).mean()),
-        }
+    sentences = []
+    if (first := first_difference([op for op in operations if op.name not in ASIDE])) is not None:
+        shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < found["ranks"] else ""
+        sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
+    sentences += [ASIDE[op.name] for op in operations if op.name in ASIDE and op.is_over]
+    if not sentences and found["push"]:
+        sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
+    if not sentences and not operations and found["difference"]["beyond"]:
+        sentences.append(f"Tokens differ by more than {found['bound']:g} nats, and the operations of this model cannot be compared.")
+    return " ".join(sentences)
 
 
-def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
+def report_lines(found: Findings, rows: Sequence[ComparedRow], operations: Sequence[Operation], figure: Path | None) -> list[str]:
     """Format the findings as lines of text.
 
     Args:
+        rows: Compared rows.
+        operations: Compared operations; empty if the model is not supported.
         figure: Image that was written; None without one.
     """
-    numbers = report.difference
-    ranks = "one rank" if report.ranks == 1 else f"{report.ranks} tensor-parallel ranks"
+    numbers, drift = found["difference"], found["drift"]
+    ranks = "one rank" if found["ranks"] == 1 else f"{found['ranks']} tensor-parallel ranks"
     lines = [
-        f"{report.subject}, step {report.step}, {report.dtype}, {ranks}",
-        f"{len(report.rows)} rows, {numbers['tokens']:,} tokens, {report.source}",
+        f"{found['subject']}, step {found['step']}, {found['dtype']}, {ranks}",
+        f"{len(rows)} rows, {numbers['tokens']:,} tokens, {found['source']}",
         "",
         "|trainer - sampler| in nats: "
         + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
-        + f"; beyond {report.bound:g}: {numbers['beyond']:.1%}",
+        + f"; beyond {found['bound']:g}: {numbers['beyond']:.1%}",
         "",
         *format_columns(
             {"row": ">5", "position": ">9", "sampler": ">11.4f", "trainer": ">10.4f", "difference": ">12.2e", "  token": ""},
-            ((t["row"], t["place"], t["sampler"], t["trainer"], t["difference"], f"  {t['text']!r}") for t in report.worst_tokens),
+            ((t["row"], t["place"], t["sampler"], t["trainer"], t["difference"], f"  {t['text']!r}") for t in found["worst_tokens"]),
         ),
     ]
-    if report.drift:
-        means = ", ".join(f"{entry['mean']:.2g} at step {entry['step']}" for entry in (report.drift[0], report.drift[-1]))
-        largest = "{max:.2g} at step {step}".format(**max(report.drift, key=lambda entry: entry["max"]))
+    if drift:
+        means = ", ".join(f"{entry['mean']:.2g} at step {entry['step']}" for entry in (drift[0], drift[-1]))
+        largest = "{max:.2g} at step {step}".format(**max(drift, key=lambda entry: entry["max"]))
         lines += ["", f"While the run trained: mean {means}; largest {largest}"]
-    if report.operations:
-        row = report.rows[report.row]
+    if operations:
+        row = rows[found["row"]]
         lines += [
             "",
-            f"Row {report.row} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
-            f"sampler's inputs; over: more than {report.limit:g}",
+            f"Row {found['row']} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
+            f"sampler's inputs; over: more than {found['limit']:g}",
             *format_columns(
                 {"operation": "<24", "of its size": ">12.1e", "largest": ">11.1e", "equal bits": ">12.1%", "": ""},
-                ((op.describe, op.difference, op.largest, op.equal, "  <- over" * op.is_over) for op in _shortened(report.operations)),
+                ((op.describe, op.difference, op.largest, op.equal, "  <- over" * op.is_over) for op in _shortened(operations)),
             ),
         ]
-    verdict = report.verdict or "Nothing differs by more than rounding."
-    ending = [report.weight_sync_problem, verdict, f"Figure: {figure}" if figure else ""]
-    return [*lines, "", *report.notes, *filter(None, ending)]
+    verdict = found["verdict"] or "Nothing differs by more than rounding."
+    ending = [found["push"], verdict, f"Figure: {figure}" if figure else ""]
+    return [*lines, "", *found["notes"], *filter(None, ending)]
 
 
 def _shortened(operations: Sequence[Operation]) -> list[Operation]:
@@ -142,19 +118,21 @@ def _shortened(operations: Sequence[Operation]) -> list[Operation]:
     return [op for op in operations if op.name in names]
 
 
-def as_json(report: MismatchReport) -> dict[str, Any]:
-    """Return the findings as the object of `mismatch --json`."""
-    names = "subject step dtype ranks source rows difference bound worst_tokens drift row limit operations notes".split()
-    return {name: getattr(report, name) for name in names} | {
-        "rows": len(report.rows),
-        "operations": [asdict(op) | {"over": op.is_over} for op in report.operations],
-        "push": report.weight_sync_problem,
-        "named": [op.name for op in report.operations if op.is_over],
-        "verdict": report.verdict,
-    }
-
-
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def summarize_differences(rows: Sequence[ComparedRow], bound: float) -> dict[str, float]:
+    """Return statistics of |trainer - sampler| in nats over all sampled tokens; `beyond` is the fraction above `bound`, with NaN above."""
+    differences = np.abs(np.concatenate([row.differences for row in rows]))
+    return {
+        "tokens": len(differences),
+        "mean": float(differences.mean()),
+        "median": float(np.median(differences)),
+        "90 %": float(np.quantile(differences, 0.9)),
+        "99 %": float(np.quantile(differences, 0.99)),
+        "largest": float(differences.max()),
+        "beyond": float((~(differences <= bound)).mean()),
+    }
 
 
 def worst_row(rows: Sequence[ComparedRow]) -> int:
@@ -201,15 +179,16 @@ def read_drift(run: Path | None) -> list[dict[str, Any]]:
 # ---- images ----------------------------------------------------------------------------------------------------------------------------
 
 
-def draw(path: Path, report: MismatchReport) -> bool:
+def draw(path: Path, found: Findings, rows: Sequence[ComparedRow], operations: Sequence[Operation]) -> bool:
     """Write the findings of `mismatch` as a PNG.
 
     Returns:
         False if matplotlib is not installed, and no file was written.
     """
-    panels = [_histogram, _tokens, *([_operations] if report.operations else []), *([_drift] if report.drift else [])]
-    fillers = [partial(panel, report=report) for panel in panels]
-    return write_panels(path, fillers, columns=2, width=11, height=4 * (len(panels) + 1) // 2, dpi=100)
+    panels = [partial(_histogram, rows=rows), partial(_tokens, rows=rows)]
+    panels += [partial(_operations, operations=operations, limit=found["limit"])] if operations else []
+    panels += [partial(_drift, drift=found["drift"])] if found["drift"] else []
+    return write_panels(path, panels, columns=2, width=11, height=4 * (len(panels) + 1) // 2, dpi=100)
 
 
 def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
@@ -238,8 +217,8 @@ def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
     return write_figure(path, panels, columns=len(PANELS), width=13, height=1.2 + 0.42 * len(outcomes))
 
 
-def _histogram(axes: Any, report: MismatchReport) -> None:
-    differences = np.abs(np.concatenate([row.differences for row in report.rows]))
+def _histogram(axes: Any, rows: Sequence[ComparedRow]) -> None:
+    differences = np.abs(np.concatenate([row.differences for row in rows]))
     positive = differences[np.isfinite(differences) & (differences > 0)]
     if len(positive):
         low, high = positive.min(), max(positive.max(), positive.min() * 1.01)
@@ -250,21 +229,20 @@ def _histogram(axes: Any, report: MismatchReport) -> None:
     axes.set(title=f"{len(differences):,} tokens, {num_equal:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
 
 
-def _tokens(axes: Any, report: MismatchReport) -> None:
-    sampler = np.concatenate([row.sampler[row.is_sampled] for row in report.rows])
-    trainer = np.concatenate([row.trainer[row.is_sampled] for row in report.rows])
+def _tokens(axes: Any, rows: Sequence[ComparedRow]) -> None:
+    sampler = np.concatenate([row.sampler[row.is_sampled] for row in rows])
+    trainer = np.concatenate([row.trainer[row.is_sampled] for row in rows])
     low = float(min(np.nanmin(sampler), np.nanmin(trainer)))
     axes.plot([low, 0], [low, 0], color=GREY, linewidth=1.0)
     axes.plot(sampler, trainer, ".", color=BLUE, markersize=4, alpha=0.6)
     axes.set(title="log-prob of each token", xlabel="sampler, nats", ylabel="trainer, nats")
 
 
-def _operations(axes: Any, report: MismatchReport) -> None:
-    operations = report.operations
+def _operations(axes: Any, operations: Sequence[Operation], limit: float) -> None:
     values = [max(op.difference, 1e-9) for op in operations]
     colours = [RED if op.is_over else BLUE for op in operations]
     axes.scatter(range(len(values)), values, c=colours, s=14)
-    axes.axhline(report.limit, color=GREY, linewidth=1.0, linestyle="--")
+    axes.axhline(limit, color=GREY, linewidth=1.0, linestyle="--")
     axes.set_yscale("log")
     first = next((index for index, op in enumerate(operations) if op.is_over), None)
     if first is not None:
@@ -275,8 +253,8 @@ def _operations(axes: Any, report: MismatchReport) -> None:
     axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")
 
 
-def _drift(axes: Any, report: MismatchReport) -> None:
-    steps, means, largest = ([entry[name] for entry in report.drift] for name in ("step", "mean", "max"))
+def _drift(axes: Any, drift: Sequence[Mapping[str, Any]]) -> None:
+    steps, means, largest = ([entry[name] for entry in drift] for name in ("step", "mean", "max"))
     axes.plot(steps, means, "o-", color=BLUE, markersize=3, label="mean")
     axes.plot(steps, largest, "o-", color=RED, markersize=3, label="largest")
     if min(means) > 0:
