@@ -24,8 +24,7 @@ from megatron_grpo.commands.analysis.printing import format_cell, print_report, 
 from megatron_grpo.commands.analysis.replay import fill_buffer, open_policy
 from megatron_grpo.commands.analysis.report import draw_variants
 from megatron_grpo.core.base.errors import EXIT_DONE, config_error
-from megatron_grpo.core.base.files import parse_json, plot_obstacle
-from megatron_grpo.core.grpo.entropy import AdaptiveEntropy
+from megatron_grpo.core.base.files import plot_obstacle, read_object
 from megatron_grpo.core.grpo.loss import GrpoLoss
 from megatron_grpo.core.grpo.zero_gradient import RowKind, zero_gradient_kinds
 from megatron_grpo.core.parallel import collectives, state
@@ -118,7 +117,9 @@ def compare_losses(args: CompareLossesArgs) -> list[VariantResult]:
     policy.optimizer.step = lambda: None  # keeps the weights unchanged
     samples = read_samples(args.checkpoint / RECORDED)
     left_out = _left_out(cfg, samples, args.step)
-    adaptive, entropy = policy.entropy, _read_entropy(policy, args.checkpoint)
+    adaptive = policy.entropy
+    policy.restore_entropy(read_object(args.checkpoint / OURS / "guard.json"))
+    entropy = policy.entropy  # the adaptive coefficient as the checkpoint stored it
     variants = sorted(args.variants, key=lambda variant: variant.staleness)  # the run's own settings stay the first
     with_old_logprobs = _with_old_logprobs(policy, samples) if variants[-1].staleness else []
     gradient, loaded, outcomes = None, 0, dict[str, VariantResult]()
@@ -148,14 +149,6 @@ def _left_out(cfg: Config, samples: Sequence[Sample], step: int) -> frozenset[Ro
     return zero_gradient_kinds(list_settings(cfg))
 
 
-def _read_entropy(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
-    """Return the adaptive entropy coefficient as the checkpoint stored it."""
-    guard = checkpoint / OURS / "guard.json"
-    if guard.exists():
-        policy.restore_entropy(parse_json(guard.read_text(encoding="utf-8")))
-    return policy.entropy
-
-
 def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
     """Return all samples with old log-probs by the current weights, on rank 0; an empty list on other ranks. Collective."""
     pending = fill_buffer(policy, samples)
@@ -172,12 +165,8 @@ def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample
 def _batch(policy: Policy, samples: Sequence[Sample], index: int, left_out: frozenset[RowKind]) -> GlobalBatch:
     """Return this rank's share of a step that trains these rows in their order."""
     pending = fill_buffer(policy, samples, left_out)
-    order = collectives.broadcast_object([sample.key for sample in samples])
-    versions = pending.rows.on_policy_version[pending.rows.find_indices(*np.array(order).T)].tolist()
-    micro_steps = [
-        SimpleNamespace(rollout=r, rows=(row, row + 1), on_policy_version=version)
-        for (r, row), version in zip(order, versions, strict=True)
-    ]
+    order = collectives.broadcast_object([(*sample.key, sample.on_policy_version) for sample in samples])
+    micro_steps = [SimpleNamespace(rollout=r, rows=(row, row + 1), on_policy_version=version) for r, row, version in order]
     step: Any = SimpleNamespace(index=index, micro_steps=micro_steps)
     return pending.batch(step, token_weight_fn=policy.loss.token_weights)[1]
 
