@@ -164,17 +164,17 @@ class ReplicaCheck:
         numbers = torch.stack([number.to(parallel.device) for number in fingerprints])
         extremes = torch.cat([numbers, ~numbers]).masked_fill_(absent.repeat(2), _FEWEST)
         largest, smallest = collectives.max_(extremes, group).chunk(2)
-        differs = torch.nonzero(largest != ~smallest).flatten().tolist()
-        differs = [i for i in differs if int(largest[i]) != _FEWEST or int(smallest[i]) != _FEWEST]
+        is_present = (largest != _FEWEST) | (smallest != _FEWEST)
+        differs = torch.nonzero(is_present & (largest != ~smallest)).flatten().tolist()
         if not differs:
             return []
         values = [None if bool(absent[i]) else int(numbers[i]) for i in differs]
         copies = collectives.all_gather_object((parallel.rank, values), group)
-        mismatches = []
-        for n, (kind, name, *_) in enumerate(values_held[index] for index in differs):
-            having = tuple((rank, rank_values[n]) for rank, rank_values in copies if rank_values[n] is not None)
-            mismatches.append(ReplicaMismatch(kind=kind, name=name, over=group_name, copies=having))
-        return mismatches
+        having = [tuple((rank, own[n]) for rank, own in copies if own[n] is not None) for n in range(len(differs))]
+        return [
+            ReplicaMismatch(kind=values_held[index][0], name=values_held[index][1], over=group_name, copies=own)
+            for index, own in zip(differs, having, strict=True)
+        ]
 
 
 def list_process_groups(parallel: ParallelState) -> dict[str, Any]:
