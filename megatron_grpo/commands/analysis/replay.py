@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -257,18 +258,15 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
     """
     first: list[str] = []
 
-    def watch(name: str) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            tensors = output if isinstance(output, tuple) else (output,)
-            if not first and any(isinstance(x, torch.Tensor) and not bool(torch.isfinite(x.detach()).all()) for x in tensors):
-                first.append(name)
-
-        return hook
+    def watch(name: str, module: Any, args: Any, output: Any) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        if not first and any(isinstance(x, torch.Tensor) and not bool(torch.isfinite(x.detach()).all()) for x in tensors):
+            first.append(name)
 
     with CleanUp() as hooks:
         for name, module in (part for chunk in chunks for part in chunk.named_modules()):
             if name and not any(module.children()):
-                hooks.add(module.register_forward_hook(watch(name)).remove)
+                hooks.add(module.register_forward_hook(partial(watch, name)).remove)
         yield first
 
 

@@ -19,8 +19,6 @@ from megatron_grpo.core.rollout.vllm_requests import sampled_logprobs
 
 RowsByOperation = dict[str, torch.Tensor]  # by operation: [tokens, channels of this rank]
 
-_ATTENTION = ("qkv_proj", "attn", "o_proj")
-_LAYER = ("input_layernorm", "post_attention_layernorm")
 _DENSE, _SPARSE = ("gate_up_proj", "act_fn", "down_proj"), ("gate", "experts")
 
 
@@ -38,12 +36,10 @@ def not_traced(engine: ColocatedEngine) -> str | None:
     if inner is None or not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")):
         return f"({name}) differs in vLLM from Llama and Qwen, which have: embed_tokens, layers, norm"
     for number, layer in enumerate(inner.layers):
-        lacking = [part for part in _LAYER if not hasattr(layer, part)]
-        if not hasattr(layer, "linear_attn"):
-            lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
-        block = find_block(layer)
-        if lacking := lacking or ([] if block is not None else [" or ".join(map(", ".join, (_DENSE, _SPARSE)))]):
-            return f"({name}) has other layers in vLLM than Llama and Qwen: layer {number} has no {lacking[0]}"
+        try:
+            find_modules(layer)
+        except AttributeError as error:
+            return f"({name}) has other layers in vLLM than Llama and Qwen: layer {number} has no {error.name}"
     return None
 
 
@@ -119,29 +115,25 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
         def on(module: Any, hook: Callable[[Any], None]) -> None:
             hooks.add(module.register_forward_hook(lambda _, inputs, output: hook(output)).remove)
 
-        def record(module: Any, name: str, residual: str = "") -> None:
+        def record(name: str, residual: str, output: Any) -> None:
             """Keep a module's output. A norm with a residual returns (normed, sum); the first one of the model has no residual."""
-
-            def hook(output: Any) -> None:
-                value, *sums = output if isinstance(output, tuple) else (output,)
-                if residual and sums:
-                    keep(residual, sums[0])
-                keep(name, value)
-
-            on(module, hook)
+            value, *sums = output if isinstance(output, tuple) else (output,)
+            if residual and sums:
+                keep(residual, sums[0])
+            keep(name, value)
 
         inner = model.model
-        record(inner.embed_tokens, "embedding")
+        on(inner.embed_tokens, partial(record, "embedding", ""))
         for i, layer in enumerate(inner.layers):
             modules, residuals = find_modules(layer), {"norm 1": f"L{i - 1} residual 2", "norm 2": f"L{i} residual 1"}
             for name, module in modules.items():
-                record(module, f"L{i} {name}", residuals.get(name, ""))
+                on(module, partial(record, f"L{i} {name}", residuals.get(name, "")))
             if "attention" in modules:
                 hooks.add(modules["attention"].register_forward_pre_hook(partial(_keep_rotated, keep, f"L{i}")).remove)
             else:
                 hook = modules["o proj"].register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0]))
                 hooks.add(hook.remove)
-        record(inner.norm, "final norm", f"L{len(inner.layers) - 1} residual 2")
+        on(inner.norm, partial(record, "final norm", f"L{len(inner.layers) - 1} residual 2"))
         on(model.logits_processor, lambda output: None if output is None else keep("logits", output.float()))
         yield
 
@@ -153,23 +145,32 @@ def _keep_rotated(keep: Callable[[str, torch.Tensor], None], layer: str, module:
 
 
 def find_modules(layer: Any) -> dict[str, Any]:
-    """Return the modules of a layer whose outputs are operations, by the operation."""
-    modules, block = {"norm 1": layer.input_layernorm, "norm 2": layer.post_attention_layernorm}, find_block(layer)
+    """Return the modules of a layer whose outputs are operations, by the operation.
+
+    Raises:
+        AttributeError: If the layer has no such module.
+    """
+    modules = {"norm 1": layer.input_layernorm, "norm 2": layer.post_attention_layernorm}
     if (attention := getattr(layer, "self_attn", None)) is None:
         modules["o proj"] = layer.linear_attn.out_proj
     else:
         modules |= {"qkv": attention.qkv_proj, "attention": attention.attn, "o proj": attention.o_proj}
         if hasattr(attention, "q_norm"):
             modules |= {"q norm": attention.q_norm, "k norm": attention.k_norm}
+    block = find_block(layer)
     if hasattr(block, "experts"):
         return modules | {"router": block.gate, "experts": block}
     return modules | {"gate up": block.gate_up_proj, "act": block.act_fn, "down": block.down_proj}
 
 
 def find_block(layer: Any) -> Any:
-    """Return the dense or MoE block after the second norm; None if its structure is unknown."""
+    """Return the dense or MoE block after the second norm.
+
+    Raises:
+        AttributeError: If its structure is unknown.
+    """
     for name in ("mlp", "block_sparse_moe"):
         block = getattr(layer, name, None)
         if any(all(hasattr(block, part) for part in parts) for parts in (_DENSE, _SPARSE)):
             return block
-    return None
+    raise AttributeError(name=" or ".join(map(", ".join, (_DENSE, _SPARSE))))
