@@ -57,19 +57,14 @@ def _rotate(real, x, rotation):
 
 
 def _attention(real, q, k, v, packed: PackedBatch, scale, sinks=None):
-    value = _attended(q, k, v, packed, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    return _with_gradient_from(lambda: real(q, k, v, packed, scale, sinks), value)
-
-
-def _attended(q, k, v, packed: PackedBatch, scale: float) -> torch.Tensor:
-    q, k, v = (x.detach().contiguous() for x in (q, k, v))
-    out, runs = torch.zeros_like(q), list(sequences(packed))
+    queries, keys, values = (x.detach().contiguous() for x in (q, k, v))
+    out, runs = torch.zeros_like(queries), list(sequences(packed))
     if runs:
-        queries, keys = zip(*runs, strict=True)
-        index = torch.cat(queries)
-        lengths = [len(run) for run in queries]
-        out[index] = kernels.causal_attention(q[index], [k[run] for run in keys], [v[run] for run in keys], lengths, scale)
-    return out
+        rows, visible = zip(*runs, strict=True)
+        index, factor = torch.cat(rows), 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        parts = [keys[run] for run in visible], [values[run] for run in visible], [len(run) for run in rows]
+        out[index] = kernels.causal_attention(queries[index], *parts, factor)
+    return _with_gradient_from(lambda: real(q, k, v, packed, scale, sinks), out)
 
 
 def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **kwargs):
@@ -129,10 +124,6 @@ def in_rank_order(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
     return total
 
 
-def _reduce(real, x, group):
-    return in_rank_order(x, group)
-
-
 def _reduce_scatter(real, x, group=None, input_split_sizes=None, *args):
     if input_split_sizes is not None:  # tokens returning from experts: `_expert_layer` computes their value
         return real(x, group, input_split_sizes, *args)
@@ -164,7 +155,7 @@ _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (MoELayer, "forward", _moe_layer),
     # Two summands have the same sum in either order. With three or more ranks, each one in vLLM begins with its own
     # (analysis.vllm_bitwise_parity).
-    (mappings, "_reduce", _reduce),
+    (mappings, "_reduce", lambda real, x, group: in_rank_order(x, group)),
     (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter),
 )
 _kept: list[tuple[Any, str, Any]] = []
