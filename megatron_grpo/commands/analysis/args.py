@@ -228,21 +228,18 @@ def _variant(
         example = '--variant "loss_type=dapo epsilon_high=0.28"'
         return None, [_problem(f"variant ({text}) needs name=value, several in one pair of quotes: {example}.")]
     texts = {name.replace("-", "_"): value for name, _, value in pairs}
-    batch, later = (texts.pop(name, None) for name in SIZES)
-    group, num_rows, staleness = cfg.batch.num_generations, len(samples), 0
+    sizes = {name: texts.pop(name) for name in SIZES if name in texts}
+    numbers = {name: int(size) if size.isdecimal() else -1 for name, size in sizes.items()}
+    group, num_rows, staleness = cfg.batch.num_generations, numbers.get("global_batch_size", len(samples)), numbers.get("staleness", 0)
     problems = list[Problem]()
-    if batch is not None:
-        num_rows = int(batch) if batch.isdecimal() else 0
-        if not 0 < num_rows <= len(samples) or num_rows % group:
-            nearest = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
-            problems.append(_problem(f"variant: global_batch_size ({batch}) must be whole groups of {group} of the {len(samples)} rows "
-                                     f"that the step trained, for example {' or '.join(map(str, nearest))}."))  # fmt: skip
-    if later is not None:
-        staleness = int(later) if later.isdecimal() else -1
-        if staleness and staleness not in later_checkpoints:
-            available = ", ".join(map(str, sorted(later_checkpoints))) or "none"
-            message = f"variant: staleness ({later}) needs a checkpoint of the run that many steps later. Available: {available}."
-            problems.append(_problem(message))
+    if "global_batch_size" in sizes and (not 0 < num_rows <= len(samples) or num_rows % group):
+        nearest = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
+        problems.append(_problem(f"variant: global_batch_size ({sizes['global_batch_size']}) must be whole groups of {group} of the "
+                                 f"{len(samples)} rows that the step trained, for example {' or '.join(map(str, nearest))}."))  # fmt: skip
+    if staleness and staleness not in later_checkpoints:
+        available = ", ".join(map(str, sorted(later_checkpoints))) or "none"
+        message = f"variant: staleness ({sizes['staleness']}) needs a checkpoint of the run that many steps later. Available: {available}."
+        problems.append(_problem(message))
     parsed = parse([part for name, value in texts.items() for part in (f"--{name}", value)])
     typed_names = set(parsed.config.typed)
     values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed_names & TRIED}
