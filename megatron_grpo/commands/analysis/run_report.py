@@ -43,9 +43,16 @@ def run_report(argv: list[str]) -> int:
     Raises:
         ConfigError: The arguments are wrong, a folder holds no run, or the file must not be written.
     """
-    folders, target = arguments(argv)
-    runs = runs_in(folders)
-    target = target or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    values, words = split_flags(argv, ("-o", "--output"))
+    if unknown := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"Unknown argument {unknown[0]}. {USAGE}")
+    if without_file := [name for name, files in values.items() if "" in files]:
+        raise ConfigError(f"{without_file[0]} needs a file. {USAGE}")
+    if not words:
+        raise ConfigError(f"No output_dir of a run is named. {USAGE}")
+    runs = runs_in([*map(Path, words)])
+    targets = [*values["-o"], *values["--output"]] or ["report.html" if len(runs) > 1 else f"{words[0]}/report.html"]
+    target = Path(targets[-1])
     try:
         if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace"):
             raise ConfigError(f"{target} exists and was not written by this command. Name another file with -o.")
@@ -54,23 +61,6 @@ def run_report(argv: list[str]) -> int:
         raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file with -o.") from error
     print(f"Report: {target.resolve()} ({target.stat().st_size / 1000:,.0f} kB)")
     return EXIT_DONE
-
-
-def arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
-    """Return the folders of the runs and the file to write, if one is named. Raises ConfigError for anything else.
-
-    Args:
-        argv: Arguments of `megatron-grpo report`.
-    """
-    values, folders = split_flags(argv, ("-o", "--output"))
-    if unknown := [word for word in folders if word.startswith("-")]:
-        raise ConfigError(f"Unknown argument {unknown[0]}. {USAGE}")
-    if without_file := [name for name, files in values.items() if "" in files]:
-        raise ConfigError(f"{without_file[0]} needs a file. {USAGE}")
-    if not folders:
-        raise ConfigError(f"No output_dir of a run is named. {USAGE}")
-    files = [*values["-o"], *values["--output"]]
-    return [*map(Path, folders)], Path(files[-1]) if files else None
 
 
 def make_page(runs: Sequence[RunFiles]) -> str:
