@@ -337,8 +337,5 @@ def _in_their_order(x: torch.Tensor | None, model: PolicyModel) -> torch.Tensor 
 def _read_by_kernel(linear: Any, channels: int) -> torch.Tensor:
     """Return the weight that vLLM's kernel multiplies with, [rows, channels]; it may be a packed copy of the module's parameter."""
     parameter = next(iter(linear.parameters()))
-    parts = []
-    for first in range(0, channels, _ROWS):
-        unit_rows = torch.eye(channels, dtype=parameter.dtype, device=parameter.device)[first : first + _ROWS]
-        parts.append(linear.quant_method.apply(linear, unit_rows, bias=None))
-    return torch.cat(parts).t()
+    unit_rows = torch.eye(channels, dtype=parameter.dtype, device=parameter.device)
+    return torch.cat([linear.quant_method.apply(linear, rows, bias=None) for rows in unit_rows.split(_ROWS)]).t()
