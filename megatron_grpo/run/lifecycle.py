@@ -26,11 +26,11 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.export import export_model, merged_directory, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
-from megatron_grpo.run.limits import list_time_limits, read_process_age, requeue
+from megatron_grpo.run.limits import list_time_limits, requeue
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.model_card import ModelCard
 from megatron_grpo.run.metrics.records import EVENTS, EventsWriter
-from megatron_grpo.run.peers import Peers, Process
+from megatron_grpo.run.peers import Peers, Process, read_process_age
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.run.supervisor import launcher_pid

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_grpo.core.base.errors import Problem
@@ -111,12 +110,3 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
         reason = " ".join(result.stderr.split()) or f"scontrol requeue ended with {result.returncode}"
         return f"job {job.number} could not be requeued: {reason}"
     return f"job {job.number} is requeued"
-
-
-def read_process_age(pid: int) -> float:
-    """Return the seconds since a process started; 0 if unknown."""
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -71,6 +71,12 @@ def process_stat(pid: int) -> list[str] | None:
         return None
 
 
+def read_process_age(pid: int) -> float:
+    """Return the seconds since a process started; 0 if unknown."""
+    fields = process_stat(pid)
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")) if fields else 0.0
+
+
 class Peers:
     """The ranks of a job, as seen by this one.
 
