@@ -150,13 +150,6 @@ def architecture(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
     inputs.shape = ModelShape.from_pretrained(inputs.model_path)
 
 
-def initial_weights(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
-    """Return problems with the checkpoint that `mcore_model` names."""
-    from megatron_grpo.run.checkpoint.resume import initial_weights_problems
-
-    return initial_weights_problems(cfg, inputs.model_path)
-
-
 def weights(cfg: Config, inputs: ValidatedInputs) -> None:
     """Check that the model's weight files are complete, undamaged and in a supported format."""
     stored_names(inputs.model_path)
@@ -481,7 +474,7 @@ PARTS = (
     InputStep("report_to", services, "report_to"),
     InputStep("model", model),
     InputStep("the architecture", architecture, needs="model_path"),
-    InputStep("mcore_model", initial_weights, "mcore_model"),
+    InputStep("mcore_model", plug_ins.PlugIn("megatron_grpo.run.checkpoint.resume.initial_weights_problems"), "mcore_model"),
     InputStep("weights", weights, needs="shape"),
     InputStep("the grammar", grammar),
     InputStep("the bases of adapters", adapter_bases, "adapters ref_adapters", "shape"),

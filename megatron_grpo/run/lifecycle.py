@@ -190,11 +190,8 @@ def train_and_export(
             check_output_dir(Path(cfg.run.output_dir))
         if not_learnt := collectives.broadcast_object(logger.learnt.nothing(progress.step)):
             raise RunError(f"{not_learnt} {_WHERE_TO_LOOK} Other files of the run are in {Path(cfg.run.output_dir).resolve()}.")
-    except RunInterruptedError:
-        clean_up.add(logger.close)
-        raise
-    except BaseException:
-        clean_up.add(partial(logger.close, summary=False))  # a failed run prints no summary
+    except BaseException as error:  # a failed run prints no summary
+        clean_up.add(partial(logger.close, summary=isinstance(error, RunInterruptedError)))
         raise
     clean_up.add(logger.close)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_grpo.run.checkpoint.resume_compatibility import ResumeDifference
     from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.data.prompts import PromptStream
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 _FLAG = "mcore_model"
 OURS = "grpo"  # directory in a checkpoint for files that Megatron-Core does not know
@@ -370,11 +371,11 @@ def checkpoint_path(path: str) -> str:
         return str(Path(path).absolute())
 
 
-def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Problem]:
+def initial_weights_problems(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """Return the reasons why a run cannot start from the weights of `mcore_model`.
 
     Args:
-        model_path: Directory of the run's Hugging Face model, if known.
+        inputs: Inputs read so far: the directory of the run's Hugging Face model, if known.
 
     Raises:
         ConfigError: If there is no usable checkpoint.
@@ -394,7 +395,7 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
                 f"weights do not match. Use {name} {_value_text(trained_value)}, or export it and use the result as model."
             )
             problems.append(problem_with((_FLAG, name), message))
-    if vocabulary := compare_vocabulary(manifest, model_path):
+    if vocabulary := compare_vocabulary(manifest, inputs.model_path):
         problems.append(problem_with((_FLAG, "model"), f"{_FLAG} ({path}) {vocabulary}"))
     return problems
 

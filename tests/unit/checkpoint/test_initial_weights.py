@@ -10,6 +10,7 @@ from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFinger
 from megatron_grpo.run.checkpoint.resume import checkpoint_path, initial_weights_problems, read_initial_weights
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.inputs import ValidatedInputs
 
 
 def checkpoint(path, step=3, **settings):
@@ -50,7 +51,7 @@ def test_what_another_program_wrote_is_refused_as_that(tmp_path):
 def test_other_weights_than_the_run_wants_are_refused(tmp_path):
     checkpoint(tmp_path, tuner_type="lora", freeze_parameters=["model.embed"])
     cfg = resolve(["--mcore_model", str(tmp_path)])
-    assert [problem.flags[1] for problem in initial_weights_problems(cfg, None)] == ["tuner_type", "freeze_parameters"]
+    assert [problem.flags[1] for problem in initial_weights_problems(cfg, ValidatedInputs())] == ["tuner_type", "freeze_parameters"]
 
 
 @pytest.mark.parametrize(
