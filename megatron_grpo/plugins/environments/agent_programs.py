@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, cast
 
 from megatron_grpo.core.base.errors import config_error, describe_value, one_line
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, as_finite_number, find_invalid_columns
+from megatron_grpo.plugins.servers.addresses import find_certificate_fault
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.python_objects import copy_for_user
 from megatron_grpo.run.rewards.loading import user_object
@@ -110,7 +110,9 @@ def load_agent(cfg: Config) -> type[AgentEnvironment]:
         ConfigError: The function, the program, the verdict or the TLS certificate cannot be used.
     """
     turns = cfg.turns
-    _check_certificate(turns.agent_ssl_certfile, turns.agent_ssl_keyfile)
+    certfile = turns.agent_ssl_certfile
+    if certfile is not None and (fault := find_certificate_fault(certfile, turns.agent_ssl_keyfile, "agent_ssl_keyfile")):
+        raise config_error("agent_ssl_certfile", f"agent_ssl_certfile ({certfile}){fault}")
     if turns.agent is not None:
         solve = _function(turns.agent, "agent", "row, endpoint")
         return type("Agent", (AgentEnvironment,), {"solve": staticmethod(solve), "timeout_of_call": turns.agent_timeout})
@@ -122,17 +124,6 @@ def load_agent(cfg: Config) -> type[AgentEnvironment]:
     to_end = SECONDS_AFTER_END + SECONDS_TO_TERMINATE + SECONDS_TO_KILL
     longest = 2 * turns.agent_timeout + to_end  # the program's time, and the verdict's
     return type("Agent", (AgentEnvironment,), {"solve": program, "timeout_of_call": longest})
-
-
-def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
-    if certfile is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
-    except (ssl.SSLError, OSError, ValueError) as error:
-        key, reason = f" and agent_ssl_keyfile ({keyfile})" if keyfile else "", getattr(error, "strerror", None) or str(error)
-        message = f"agent_ssl_certfile ({certfile}){key} cannot be used: {reason}. Use PEM files, and a key without a password."
-        raise config_error("agent_ssl_certfile", message) from error
 
 
 def _function(spec: str, flag: str, arguments: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.plugins.servers.addresses import list_addresses
+from megatron_grpo.plugins.servers.addresses import is_loopback, list_addresses
 from megatron_grpo.run.config.rules import Rule, changed
 from megatron_grpo.run.config.rules.settings import REWARD
 
@@ -29,11 +29,6 @@ def _half_empty(c: SimpleNamespace) -> dict[str, Any] | None:
     players = 1 if servers else max(1, c.layout.world_size // c.vllm_tensor_parallel_size)
     room = min(c.vllm_max_num_seqs * max(1, servers), -(-c.sizes.num_rollout_prompts // players) * c.sizes.num_generations)
     return {"room": room} if c.max_agents < room else None
-
-
-def _are_agents_in_the_clear(c: SimpleNamespace) -> bool:
-    return c.cfg.turns.has_agent and c.agent_ssl_certfile is None and c.agent_host not in ("localhost", "::1") and (
-        not c.agent_host.startswith("127."))  # fmt: skip
 
 
 # fmt: off
@@ -106,7 +101,8 @@ ROLLOUT_FUNC = (
 )
 
 WARNINGS = (
-    Rule("agent_host agent_ssl_certfile", _are_agents_in_the_clear,
+    Rule("agent_host agent_ssl_certfile",
+         lambda c: c.cfg.turns.has_agent and c.agent_ssl_certfile is None and not is_loopback(c.agent_host),
          "agent_host ({agent_host}): requests and keys of agents are sent unencrypted. On a shared network set agent_ssl_certfile."),
     Rule("max_agents vllm_max_num_seqs", _half_empty,
          "Note: max_agents ({max_agents}) leaves the engine partly empty: a rank could sample {room} episodes at a time. Raise max_agents "

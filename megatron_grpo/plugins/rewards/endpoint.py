@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import io
-import ipaddress
 import json
 import logging
 import socket
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 
 from megatron_grpo.core.base.errors import keep_secret, one_line
 from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.plugins.servers.addresses import is_loopback
 from megatron_grpo.run.rewards.protocol import RowFailure
 
 _LOG = logging.getLogger(__name__)
@@ -201,10 +201,7 @@ def _opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
 def is_local(url: str) -> bool:
     """Return whether the host of a URL is this machine."""
     host = urllib.parse.urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+    return is_loopback(host) or host.endswith(".localhost")
 
 
 def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:

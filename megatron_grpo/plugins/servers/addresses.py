@@ -1,10 +1,11 @@
-"""Addresses and token of the rollout servers, from settings and files. No torch, and no connection is made."""
+"""Addresses, certificates and token of servers, from settings and files. No torch, and no connection is made."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -38,7 +39,7 @@ class Address:
     @property
     def is_here(self) -> bool:
         """Return whether the server is on this machine, so that no traffic leaves it."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return is_loopback(self.host)
 
     @classmethod
     def from_url(cls, url: str) -> Address:
@@ -58,6 +59,26 @@ class Address:
         return cls(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.scheme == "https")
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or an address is this machine's own, which no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def find_certificate_fault(certfile: str, keyfile: str | None, key_flag: str) -> str | None:
+    """Return why a certificate cannot be used, as the end of a sentence behind its file; None if it can."""
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        key = f" and {key_flag} ({keyfile})" if keyfile else ""
+        return f"{key} cannot be used: {getattr(error, 'strerror', None) or error}. Use PEM files, and a key without a password."
+    return None
+
+
 def list_addresses(cfg: RolloutConfig) -> list[Address]:
     """Return the addresses of all rollout servers that are known now.
 
@@ -72,9 +93,7 @@ def list_addresses(cfg: RolloutConfig) -> list[Address]:
     if hosts:
         hosts, ports = (hosts * len(ports) if len(hosts) == 1 else hosts), (ports * len(hosts) if len(ports) == 1 else ports)
         addresses += [Address(host, port, cfg.vllm_server_ca is not None) for host, port in zip(hosts, ports, strict=True)]
-    for host in cfg.vllm_server_host:
-        if host.startswith(FROM_FILE):
-            addresses += _in_files(Path(host.removeprefix(FROM_FILE)))
+    addresses += [address for host in cfg.vllm_server_host if host.startswith(FROM_FILE) for address in _read_word(host)]
     return list(dict.fromkeys(addresses))
 
 
@@ -87,13 +106,12 @@ def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
     Raises:
         ValueError: If a word or a file is not an address.
     """
-    addresses: list[Address] = []
-    for word in cfg.teacher_model_server:
-        if word.startswith(FROM_FILE):
-            addresses += _in_files(Path(word.removeprefix(FROM_FILE)))
-            continue
-        addresses.append(_read_url(word))
-    return list(dict.fromkeys(addresses))
+    return list(dict.fromkeys(address for word in cfg.teacher_model_server for address in _read_word(word)))
+
+
+def _read_word(word: str) -> Iterable[Address]:
+    """Return the address that a word is, or those in the file or directory that it names."""
+    return _in_files(Path(word.removeprefix(FROM_FILE))) if word.startswith(FROM_FILE) else [_read_url(word)]
 
 
 def _read_url(url: str, prefix: str = "") -> Address:

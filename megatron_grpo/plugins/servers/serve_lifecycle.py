@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from megatron_grpo.core.base.errors import EXIT_DONE, RunError, config_error
 from megatron_grpo.core.base.files import atomic_write_text
 from megatron_grpo.core.weights.shape import flat_values
 from megatron_grpo.plugins.listener import MAX_UNAUTHENTICATED, Listener, rate_limited_handler
-from megatron_grpo.plugins.servers.addresses import TOKEN_VARIABLE
+from megatron_grpo.plugins.servers.addresses import TOKEN_VARIABLE, is_loopback
 from megatron_grpo.plugins.servers.serve_settings import ServeSettings, check_serving
 from megatron_grpo.run.checkpoint.fingerprints import model_fingerprint
 from megatron_grpo.run.config import ParsedConfig, remote_code
@@ -198,7 +197,7 @@ def _own_name() -> str:
     """Return this machine's host name if it does not resolve to a loopback address (on many machines 127.0.1.1), else its address."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
-        if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
+        if not is_loopback(socket.gethostbyname(name)):
             return name
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); nothing is sent
@@ -207,12 +206,8 @@ def _own_name() -> str:
 
 
 def _in_the_clear(serving: ServeSettings, address: str) -> str | None:
-    host = serving.cfg.serve.host
-    if serving.scheme == "https" or host == "localhost":
+    if serving.scheme == "https" or is_loopback(serving.cfg.serve.host):
         return None
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return None
     return (
         f"WARNING: {address} has no TLS: the token, prompts and completions are sent unencrypted, and anyone who reads the token has "
         "the trainer's permissions. Use --ssl_certfile. Weights are sent over separate connections, unencrypted even with TLS."

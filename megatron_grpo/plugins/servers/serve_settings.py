@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import ssl
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,7 +17,7 @@ from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.settings import RolloutConfig, TunerConfig
 from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.plugins.servers.addresses import TOKEN_VARIABLE, default_token_file, read_private
+from megatron_grpo.plugins.servers.addresses import TOKEN_VARIABLE, default_token_file, find_certificate_fault, read_private
 from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.engine_kwargs import PASSED_ON
 from megatron_grpo.run.config.read import COMMAND_LINE
@@ -142,17 +141,6 @@ def _longest(cfg: Config) -> int | None:
     return cfg.rollout.vllm_max_model_len or (prompt + cfg.rollout.max_completion_length if prompt is not None else None)
 
 
-def _bad_certificate(c: SimpleNamespace) -> dict[str, Any] | None:
-    if not c.ssl_certfile:
-        return None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(c.ssl_certfile, c.ssl_keyfile, password=lambda: b"")
-    except (ssl.SSLError, OSError, ValueError) as error:
-        key = f" and ssl_keyfile ({c.ssl_keyfile})" if c.ssl_keyfile else ""
-        return {"key": key, "reason": getattr(error, "strerror", None) or str(error)}
-    return None
-
-
 def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
     if c.address_file is None:
         return None
@@ -178,8 +166,9 @@ RULES = (
     RANGE,
     Rule("ssl_keyfile", lambda c: c.ssl_keyfile and not c.ssl_certfile,
          "ssl_keyfile ({ssl_keyfile}) needs a certificate. Set ssl_certfile."),
-    Rule("ssl_certfile", _bad_certificate,
-         "ssl_certfile ({ssl_certfile}){key} cannot be used: {reason}. Use PEM files, and a key without a password."),
+    Rule("ssl_certfile", lambda c: c.ssl_certfile
+         and (fault := find_certificate_fault(c.ssl_certfile, c.ssl_keyfile, "ssl_keyfile")) and {"fault": fault},
+         "ssl_certfile ({ssl_certfile}){fault}"),
     Rule("address_file", _bad_address_file, "address_file ({path}){wrong}."),
     Rule("frozen {name}", lambda c: c.frozen and [field for field in changed(c, "tuner_type", "router_replay_mode") if typed_fields(c,
     field["name"])],
@@ -216,8 +205,8 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
     token = read_private(path, "token_file")
     _require_good(token, f"token_file ({path})")
     if from_environment and from_environment != token:
-        raise _token_problem(
-            f"token_file ({path}) and the environment variable {TOKEN_VARIABLE} have different tokens. Remove one of them."
+        raise config_error(
+            "token_file", f"token_file ({path}) and the environment variable {TOKEN_VARIABLE} have different tokens. Remove one of them."
         )
     return token, f"in {path.absolute()}"
 
@@ -235,14 +224,10 @@ def _make_token(path: Path, token: str) -> None:
             os.link(temporary, path)
         temporary.unlink()
     except OSError as error:
-        raise _token_problem(f"token_file ({path}) cannot be created: {error.strerror}.") from error
+        raise config_error("token_file", f"token_file ({path}) cannot be created: {error.strerror}.") from error
 
 
 def _require_good(token: str, source: str) -> None:
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise _token_problem(f"{source} has {len(token)} characters; a token needs at least {LEAST_TOKEN} printable ASCII characters "
-        "without spaces. Leave it out to generate one.")  # fmt: skip
-
-
-def _token_problem(message: str) -> ConfigError:
-    return config_error("token_file", message)
+        raise config_error("token_file", f"{source} has {len(token)} characters; a token needs at least {LEAST_TOKEN} printable ASCII "
+                                         "characters without spaces. Leave it out to generate one.")  # fmt: skip

@@ -16,6 +16,7 @@ from megatron_grpo.core.rollout.engine import ReceiverChangedError, WeightSyncEr
 from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.addresses import is_loopback
 from megatron_grpo.plugins.servers.http import ServerRefusedError, start_coroutine, wait_for_answer, with_timeout
 from megatron_grpo.plugins.servers.requests import ImagesToSend, placed_images
 from megatron_grpo.plugins.servers.server_group import LOST, ServerHandle, TrainingServerGroup
@@ -221,12 +222,8 @@ def rendezvous_addresses(nears: Sequence[str]) -> list[str]:
     Args:
         nears: This machine's address as seen by each server.
     """
-    outward = next((address for address in nears if not _is_loopback(address)), None)
-    return [outward if outward is not None and _is_loopback(address) else address for address in nears]
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    outward = next((address for address in nears if not is_loopback(address)), None)
+    return [outward if outward is not None and is_loopback(address) else address for address in nears]
 
 
 def _describe_failures(failed: Sequence[tuple[ServerHandle, Exception]]) -> str:
