@@ -86,14 +86,14 @@ class TurnEngine(Sampler, Protocol):
         """
 
 
-def request_seed(run_seed: int, prompt_number: int, index: int, turn: int, *, n: int) -> int:
+def request_seed(run_seed: int, prompt_number: int, index: int, turn: int | str, *, n: int) -> int:
     """Return the seed of one turn, a function of the arguments alone. The seed of the first turn is that of a single-turn completion.
 
     With one seed for all turns, each turn would repeat the random numbers of the first.
 
     Args:
         index: Index of the episode in its group.
-        turn: Index of the turn in its episode, from 0.
+        turn: Index of the turn in its episode, from 0; or the name of another request than the first.
     """
     if turn == 0:
         return prompt_seed(run_seed, prompt_number, n) + index

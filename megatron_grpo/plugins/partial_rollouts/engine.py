@@ -18,8 +18,8 @@ from megatron_grpo.core.arrays import SamplingMask
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import PartialCompletion, SampledTurn, SamplingSettings, make_completion, prompt_seed
-from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, EngineAssignment, Key, hash_seed
+from megatron_grpo.core.rollout.engine import PartialCompletion, SampledTurn, SamplingSettings, make_completion
+from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, EngineAssignment, Key, request_seed
 from megatron_grpo.core.types import Completion, Group, Prompt
 
 # Engine steps between two agreements whether all engines have the groups that the trainer waits for: interruptions are multiples of it.
@@ -59,9 +59,7 @@ def part_seed(run_seed: int, prompt_number: int, generation: int, num_sampled: i
         generation: Index of the completion in its group.
         num_sampled: Tokens of the completion that earlier parts have sampled.
     """
-    if num_sampled == 0:
-        return prompt_seed(run_seed, prompt_number, n) + generation
-    return hash_seed(run_seed, prompt_number, generation, "part", num_sampled)
+    return request_seed(run_seed, prompt_number, generation, f"part {num_sampled}" if num_sampled else 0, n=n)
 
 
 def append_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, limit: int) -> PartialCompletion:
