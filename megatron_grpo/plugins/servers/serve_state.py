@@ -138,7 +138,7 @@ class Ownership:
         self.has_base = has_base
         return self.weight_epoch
 
-    def end_update(self, weight_epoch: int, version: int | None, *, is_base: bool) -> int:
+    def end_update(self, weight_epoch: int, version: int | None, *, is_base: bool) -> None:
         """Record that a weight sync is complete.
 
         Args:
@@ -152,7 +152,6 @@ class Ownership:
         if weight_epoch != self.weight_epoch:
             raise RequestRefusedError("the server was claimed again during the weight update, and has no weights")
         self.version, self.has_base = version, is_base
-        return self.weight_epoch
 
     def _has_lapsed(self) -> bool:
         return self._clock() - self._renewed_at >= LEASE_SECONDS

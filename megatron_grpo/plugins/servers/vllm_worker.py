@@ -35,7 +35,9 @@ class WeightTransferWorker:
         Args:
             join: The fields of `wire.JoinRequest`.
         """
-        self.leave_link()
+        if self.linked is not None:
+            self.linked.drop()
+            self.linked = None
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
         try:
@@ -46,12 +48,6 @@ class WeightTransferWorker:
         except LinkError as error:
             return f"worker {worker}: {error}"
         return ""
-
-    def leave_link(self: Any) -> None:
-        """Close the current link, if there is one."""
-        if self.linked is not None:
-            self.linked.drop()
-            self.linked = None
 
     def receive_weights(self: Any, link: str, has_tower: bool = False, is_tower_there: bool = False) -> str:
         """Receive all weights of the next weight sync and remove all adapters.

@@ -40,16 +40,11 @@ class _MessageKind(IntEnum):
     BUCKET, END, GAVE_UP = 1, 2, 3
 
 
-class Rendezvous:
+class Rendezvous(dist.TCPStore):
     """TCP store of rank 0 at which the members of a link meet, on any free port. One store serves all links of a run."""
 
     def __init__(self) -> None:
-        self.store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-
-    @property
-    def port(self) -> int:
-        """Port of the store."""
-        return self.store.port
+        super().__init__("0.0.0.0", 0, is_master=True, wait_for_workers=False)
 
 
 class _Link:
@@ -64,7 +59,9 @@ class _Link:
         LinkError: A member died or did not join within `seconds`.
     """
 
-    def __init__(self, store: Any, *, name: str, rank: int, world: int, local_host: str, seconds: float, device: torch.device | str):
+    def __init__(
+        self, store: Any, *, name: str, world: int, local_host: str, seconds: float, rank: int = 0, device: torch.device | str = "cpu"
+    ):
         self.name, self.device = name, torch.device(device)
         self._group: Any = None
         limit, prefixed = timedelta(seconds=seconds), dist.PrefixStore(name, store)
@@ -119,9 +116,6 @@ class _Link:
 
 class WeightSender(_Link):
     """Rank 0 of a link."""
-
-    def __init__(self, meeting: Rendezvous, *, name: str, world: int, local_host: str, seconds: float, device: torch.device | str = "cpu"):
-        super().__init__(meeting.store, name=name, rank=0, world=world, local_host=local_host, seconds=seconds, device=device)
 
     def send(self, tensors: Iterable[Named], bucket_bytes: int) -> tuple[int, int]:
         """Send tensors to all other members.
