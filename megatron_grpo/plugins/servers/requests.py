@@ -162,7 +162,7 @@ class ServerCallQueue(ABC, Generic[Answered]):
         if self._asking is not None:
             self._asking.result()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Cancel all open calls."""
         if self._asking is not None:
             self._asking.cancel()
@@ -388,11 +388,15 @@ class GenerationRequest(ServerCallQueue[tuple[wire.SampledCompletion, ...]]):
         await generate(member, body, take)
 
     def _describe_deadly(self, numbers: Sequence[int]) -> str:
-        servers = ", ".join(self._router.deaths[numbers[0]])
-        return (
-            f"{', '.join(map(self._format_name, numbers))}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it "
-            "is not sent again. See the logs of these servers, or remove the row from the data set."
-        )
+        return describe_deadly(", ".join(map(self._format_name, numbers)), self._router.deaths[numbers[0]])
+
+
+def describe_deadly(name: str, servers: Sequence[str]) -> str:
+    """Return the error message for prompts or turns with which `MOST_DEATHS` servers died."""
+    return (
+        f"{name}: in flight on {MOST_DEATHS} rollout servers when they died ({', '.join(servers)}), so it is not sent again. See the logs "
+        "of these servers, or remove the row from the data set."
+    )
 
 
 def fault_of_answer(completions: Sequence[wire.SampledCompletion], n: int, version: int, valid: Collection[str] = ENDS) -> str | None:

@@ -62,9 +62,6 @@ class ServerPartialRollouts(ServerTurns):
         """
         return start_coroutine(self._interrupted()).result()
 
-    def abort(self) -> None:
-        self.abandon()
-
     # ---- on the event loop
 
     async def _keep_sending(self) -> None:

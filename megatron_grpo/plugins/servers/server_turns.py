@@ -15,7 +15,7 @@ from megatron_grpo.core.rollout.engine import SampledTurn
 from megatron_grpo.core.rollout.turns import Key
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import start_coroutine
-from megatron_grpo.plugins.servers.requests import MOST_DEATHS, generate
+from megatron_grpo.plugins.servers.requests import MOST_DEATHS, describe_deadly, generate
 from megatron_grpo.plugins.servers.server_group import ServerHandle, TrainingServerGroup
 
 BETWEEN_CALLS = 0.02  # seconds between two batches of turns
@@ -77,7 +77,7 @@ class ServerTurns:
         """
         return start_coroutine(self._polled()).result()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Cancel all open turns."""
         start_coroutine(self._end()).result()
 
@@ -179,9 +179,5 @@ class ServerTurns:
             if is_lost:
                 self._deaths.setdefault(key, []).append(str(member))
             if len(self._deaths.get(key, ())) >= MOST_DEATHS:
-                servers = ", ".join(self._deaths[key])
-                self._refusal = self._refusal or RunError(
-                    f"{self._format_name(key)}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it is not sent "
-                    "again. See the logs of these servers, or remove the row from the data set."
-                )
+                self._refusal = self._refusal or RunError(describe_deadly(self._format_name(key), self._deaths[key]))
         self._changed.set()

@@ -236,7 +236,7 @@ class ServerEngine:
             except TurnServerLostError:
                 return turns.num_running
             except BaseException:
-                turns.abandon()
+                turns.abort()
                 raise
             self._deaths.clear()
             parts.update(round_robin(player.groups()))
@@ -328,7 +328,7 @@ class ServerEngine:
     def close(self) -> None:
         if self._broadcaster is not None:
             for question in list(self._questions):
-                question.abandon()
+                question.abort()
             with CleanUp(self._broadcaster.server_group.close):
                 self._broadcaster.close()
             self._broadcaster = None
@@ -368,7 +368,7 @@ class ServerGenerationFuture:
 
     def drop(self) -> None:
         if self._question is not None:
-            self._question.abandon()
+            self._question.abort()
 
     @property
     def seconds(self) -> float:

@@ -63,7 +63,7 @@ def parts_of():
     for server in opened:
         server.is_frozen = False
     for thing in opened:
-        getattr(thing, "abandon", getattr(thing, "close", None))()
+        getattr(thing, "abort", getattr(thing, "close", None))()
     for group in closed:
         group.close()
 
@@ -132,7 +132,7 @@ def test_abandoned_parts_are_not_sent(parts_of):
     parts, _, [server] = parts_of(until_aborted)
     submit(parts, (0, 0), 3)
     until(lambda: server.asked)
-    parts.abandon()
+    parts.abort()
     submit(parts, (1, 0), 3)
     time.sleep(0.1)  # several turns of what sends
     assert server.asked == [("0/0",)] and not parts._calls
