@@ -7,18 +7,21 @@ import hashlib
 import json
 import logging
 import re
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_grpo.core.base.errors import RunError, one_line
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.plugins.environments import agent_forms
+from megatron_grpo.plugins.environments.agent_programs import AgentResult, Endpoint
 from megatron_grpo.plugins.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, episode_over
+from megatron_grpo.plugins.environments.players import Episode
 from megatron_grpo.plugins.environments.protocol import as_finite_number
 from megatron_grpo.plugins.listener import Listener, rate_limited_handler
 
@@ -78,24 +81,27 @@ class AgentCall:
     num_waiting: int = 0
 
 
-class OpenEpisode(Protocol):
-    """The open episode of a key."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class AgentEpisode(Episode):
+    """State of one episode of an agent.
+
+    Args:
+        api_key: Key of the agent.
+        verdict_key: Key for the reward.
+        reward: Reward that was sent to /v1/verdict, or that the agent returned.
+    """
 
     session: AgentSession
-    reward: float | None
-
-    @property
-    def api_key(self) -> str:
-        """Key of the agent."""
-
-    @property
-    def verdict_key(self) -> str:
-        """Key for the reward."""
+    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    verdict_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    endpoint: Endpoint | None = None
+    reward: float | None = None
+    result: AgentResult = AgentResult()
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    episode: OpenEpisode
+    episode: AgentEpisode
     calls: dict[str, AgentCall] = field(default_factory=dict)  # the last one of each body
     num_open: int = 0
 
@@ -112,7 +118,7 @@ class AgentServer:
     """
 
     def __init__(
-        self, episodes: Sequence[OpenEpisode], sampling: SamplingSettings, *, on_call: Callable[[AgentCall], None],
+        self, episodes: Sequence[AgentEpisode], sampling: SamplingSettings, *, on_call: Callable[[AgentCall], None],
         notify: Callable[[str], None], address: EndpointAddress = EndpointAddress(),
     ):  # fmt: skip
         entries = [_Entry(episode) for episode in episodes]
@@ -305,7 +311,7 @@ def _entry(entries: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
     return entry
 
 
-def _verdict(episode: OpenEpisode, body: dict[str, Any]) -> dict[str, Any]:
+def _verdict(episode: AgentEpisode, body: dict[str, Any]) -> dict[str, Any]:
     number = None if isinstance(body.get("reward"), bool) else as_finite_number(body.get("reward"))
     if number is None:
         raise agent_forms.invalid_request("reward must be a finite number.")

@@ -7,10 +7,9 @@ request continues, and `agent_programs` starts agents. docs/agents.md is the pag
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +18,7 @@ from megatron_grpo.core.base.errors import describe_exception
 from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, TurnEngine
 from megatron_grpo.core.types import FAULTS, Completion, Group, Prompt
-from megatron_grpo.plugins.environments.agent_app import AgentCall, AgentServer, EndpointAddress
+from megatron_grpo.plugins.environments.agent_app import AgentCall, AgentEpisode, AgentServer, EndpointAddress
 from megatron_grpo.plugins.environments.agent_programs import (
     SECONDS_TO_TERMINATE,
     AgentEnvironment,
@@ -31,7 +30,7 @@ from megatron_grpo.plugins.environments.agent_programs import (
 )
 from megatron_grpo.plugins.environments.agent_session import AgentSession, SessionLimits
 from megatron_grpo.plugins.environments.loading import make_template
-from megatron_grpo.plugins.environments.players import Episode, EpisodeLoopFactory, EpisodeLoopSampler, RequestLoop, TurnRequest
+from megatron_grpo.plugins.environments.players import EpisodeLoopFactory, EpisodeLoopSampler, RequestLoop, TurnRequest
 from megatron_grpo.plugins.environments.protocol import InvalidReplyError
 from megatron_grpo.plugins.environments.tools import ReadCalls, reader
 from megatron_grpo.plugins.environments.trajectory import History, without_turns
@@ -95,16 +94,6 @@ class AgentRunnerFactory(EpisodeLoopFactory):
         )  # fmt: skip
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Episode(Episode):
-    session: AgentSession
-    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-    verdict_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-    endpoint: Endpoint | None = None
-    reward: float | None = None  # sent to /v1/verdict
-    result: AgentResult = AgentResult()
-
-
 class AgentLoop(RequestLoop):
     """`rollout.turns.EpisodeLoop` that runs the agents of some prompts and answers their requests.
 
@@ -120,9 +109,9 @@ class AgentLoop(RequestLoop):
         self.stage = stage
         make_session = partial(AgentSession, stage.template, stage.limits, seed=seed, reader=stage.reader, history=stage.history)
         self.episodes = {
-            (prompt.number, generation): _Episode(prompt=prompt, place=generation, session=make_session(key=(prompt.number, generation)))
+            (prompt.number, place): AgentEpisode(prompt=prompt, place=place, session=make_session(key=(prompt.number, place)))
             for prompt in self.prompts
-            for generation in range(self.n)
+            for place in range(self.n)
         }
         self._running = set(self.episodes)
         episodes = list(self.episodes.values())
@@ -195,7 +184,7 @@ class AgentLoop(RequestLoop):
 
     # ---- one episode
 
-    def _play(self, episode: _Episode) -> Any:
+    def _play(self, episode: AgentEpisode) -> Any:
         """Run the agent. Called in a worker thread; returns what the agent returns."""
         session, prompt = episode.session, episode.prompt
         if self._is_closed:
@@ -207,7 +196,7 @@ class AgentLoop(RequestLoop):
         )  # fmt: skip
         return self.stage.agent.solve(row, episode.endpoint)
 
-    def _ended(self, episode: _Episode, outcome: CallResult) -> None:
+    def _ended(self, episode: AgentEpisode, outcome: CallResult) -> None:
         """Process the return value or the exception of an agent."""
         self._running.discard(episode.key)
         episode.seconds, episode.version = outcome.seconds, self._version
@@ -238,7 +227,7 @@ class AgentLoop(RequestLoop):
         ]
         episode.finish_reason, episode.fault = next((reason, fault) for applies, reason, fault in ends if applies)
 
-    def _completion(self, episode: _Episode, openings: float) -> Completion:
+    def _completion(self, episode: AgentEpisode, openings: float) -> Completion:
         session = episode.session
         trajectory = session.finished() or without_turns(episode.prompt.token_ids)
         conversations = session.conversations()

@@ -174,13 +174,12 @@ def as_messages(value: Any, *, source: str) -> tuple[Message, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidReplyError(f"{source} returned {describe_value(value)}; expected a list of messages")
     for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidReplyError(f"{source} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
-        if isinstance(message.get("content"), (list, tuple)):
+        has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if has_role and isinstance(message.get("content"), (list, tuple)):
             raise InvalidReplyError(
                 f"{source} returned {describe_value(message)}: its content is a list, but environments support text only"
             )
-        if not isinstance(message.get("content"), str):
+        if not has_role or not isinstance(message.get("content"), str):
             raise InvalidReplyError(f"{source} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
     return tuple(_copy_json(message, source) for message in value)
 
