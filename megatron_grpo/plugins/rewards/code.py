@@ -58,28 +58,27 @@ class CodeReward:
         program = find_program(text)
         passed = 0
         if snippets:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return self._late()
-            verdicts = self._run(program, remaining, tests=snippets).passed
+            outcome = self._run(program, deadline, tests=snippets)
+            if isinstance(outcome, RowFailure):
+                return outcome
+            verdicts = outcome.passed
             if fault := next((verdict for verdict in verdicts if isinstance(verdict, str)), None):
                 return _unusable(fault)
             passed += verdicts.count(True)
         for test_input, expected in pairs:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return self._late()
-            outcome = self._run(program, remaining, standard_input=test_input, as_main=True)
+            outcome = self._run(program, deadline, standard_input=test_input, as_main=True)
+            if isinstance(outcome, RowFailure):
+                return outcome
             passed += outcome.clean and split_output(outcome.output) == split_output(expected)
         share = passed / (len(snippets) + len(pairs))
         return float(share == 1) if self.settings.code_all_or_nothing else share
 
-    def _run(self, program: str, remaining: float, **options: Any) -> SandboxResult:
+    def _run(self, program: str, deadline: float, **options: Any) -> SandboxResult | RowFailure:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.settings.reward_timeout:g} s before this row,")
         seconds = min(self.settings.code_timeout, remaining)
         return run_program(program, seconds=seconds, memory_mb=self.settings.code_memory_mb, landlock=self.landlock, **options)
-
-    def _late(self) -> RowFailure:
-        return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.settings.reward_timeout:g} s before this row,")
 
 
 def _unusable(fault: str) -> RowFailure:
