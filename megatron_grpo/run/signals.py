@@ -17,7 +17,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,9 +36,20 @@ _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job,
 
 
 @contextmanager
+def handled_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Handle signals with a function inside the block."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)
+
+
+@contextmanager
 def signals_before_run() -> Iterator[None]:
     """Handle signals that arrive while no `StopSignal` is active: print one sentence and exit at once (exit code 3)."""
-    pid, old_handlers = os.getpid(), {number: signal.getsignal(number) for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}
+    pid = os.getpid()
 
     def end(number: int, frame: Any) -> None:
         if os.getpid() != pid:  # a forked child, for example of a reward function
@@ -52,13 +63,8 @@ def signals_before_run() -> Iterator[None]:
         write_error_file(f"{stopped}", seconds_later=1)
         os._exit(report(stopped))
 
-    for number in old_handlers:
-        signal.signal(number, end)
-    try:
+    with handled_signals([number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN], end):
         yield
-    finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
 
 
 def _sender(number: int) -> str:

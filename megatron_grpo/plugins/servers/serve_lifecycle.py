@@ -30,6 +30,7 @@ from megatron_grpo.run.checkpoint.fingerprints import model_fingerprint
 from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.settings import ServeConfig
 from megatron_grpo.run.data.chat import fingerprint_vocabulary, load_tokenizer
+from megatron_grpo.run.signals import handled_signals
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 SECONDS_BETWEEN_LINES = 10.0  # seconds between two progress lines while the model loads
@@ -59,7 +60,7 @@ def serve(parsed: ParsedConfig) -> int:
         if serving.cfg.model.trust_remote_code and (code := remote_code.make_code_warning(serving.model_path)):
             _print_line(code)
         try:
-            with _stopped_by_signals(), _progress(serving):
+            with handled_signals(STOPPING, _stop), _progress(serving):
                 from megatron_grpo.plugins.servers.serve_engine import ServedEngine
 
                 bind_children_to_parent()
@@ -224,17 +225,8 @@ def _remove(path: Path, address: str) -> None:
 # ---- model loading
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    def stop(number: int, frame: object) -> None:
-        raise _StoppedBySignal
-
-    previous = {number: signal.signal(number, stop) for number in STOPPING}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _stop(number: int, frame: object) -> None:
+    raise _StoppedBySignal
 
 
 @contextlib.contextmanager
