@@ -243,7 +243,7 @@ class Watchdog:
         moving = self._store.add("moving", int(is_moving))
         neighbour = self._read_pulse(self._neighbour) if self._neighbour != self.rank else None
         reason = self._detector.reason(moving=moving, neighbour=neighbour)
-        if (reason or self._has("alarm")) and not self._alarm.is_set() and not self._ended.is_set():
+        if (reason or self._store.check(["alarm"])) and not self._alarm.is_set() and not self._ended.is_set():
             self._alarm.set()
             threading.Thread(target=self._end, args=[reason], name="watchdog end", daemon=True).start()
 
@@ -259,9 +259,6 @@ class Watchdog:
     def _write(self, key: str, report: Heartbeat | RankReport) -> None:
         self._store.set(key, json.dumps(asdict(report)))
 
-    def _has(self, key: str) -> bool:
-        return self._store.check([key])
-
     def _missing(self, keys: Collection[str], seconds: float, *, expected: Collection[str] = ()) -> set[str]:
         """Wait until the store has all keys, and return those that it lacks at the end of the time limit.
 
@@ -269,7 +266,7 @@ class Watchdog:
             expected: Keys that are not waited for.
         """
         end, missing = time.monotonic() + seconds, set(keys)
-        while (missing := {key for key in missing if not self._has(key)}) - set(expected) and time.monotonic() < end:
+        while (missing := {key for key in missing if not self._store.check([key])}) - set(expected) and time.monotonic() < end:
             time.sleep(0.1)
         return missing
 
