@@ -383,7 +383,7 @@ def initial_weights_problems(cfg: Config, inputs: ValidatedInputs) -> list[Probl
     path = cfg.run.mcore_model
     if not path:
         return []
-    from megatron_grpo.run.checkpoint.resume_compatibility import FREEZING
+    from megatron_grpo.run.checkpoint.resume_compatibility import FREEZING, show_value
 
     manifest = read_initial_weights(path)
     trained, problems = manifest.origin, []
@@ -391,8 +391,8 @@ def initial_weights_problems(cfg: Config, inputs: ValidatedInputs) -> list[Probl
         trained_value, value = trained.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
         if trained_value != value:
             message = (
-                f"{_FLAG} ({path}) was trained with {name} {_value_text(trained_value)}, but this run has {_value_text(value)}: its "
-                f"weights do not match. Use {name} {_value_text(trained_value)}, or export it and use the result as model."
+                f"{_FLAG} ({path}) was trained with {name} {show_value(trained_value)}, but this run has {show_value(value)}: its "
+                f"weights do not match. Use {name} {show_value(trained_value)}, or export it and use the result as model."
             )
             problems.append(problem_with((_FLAG, name), message))
     if vocabulary := compare_vocabulary(manifest, inputs.model_path):
@@ -411,9 +411,3 @@ def compare_vocabulary(manifest: Manifest, model_path: Path | None) -> str | Non
     if stored and fingerprint and stored != fingerprint:
         return "was trained with another vocabulary than the model's, so the same token IDs mean other tokens. Use its own model."
     return None
-
-
-def _value_text(value: object) -> str:
-    return (
-        str(value).lower() if isinstance(value, bool) else " ".join(map(str, value)) or "(none)" if isinstance(value, list) else str(value)
-    )

@@ -23,6 +23,7 @@ from megatron_grpo.core.field import OnResume
 from megatron_grpo.core.grpo.zero_gradient import DECIDING, zero_gradient_kinds
 from megatron_grpo.run.checkpoint.fingerprints import FLAGS
 from megatron_grpo.run.checkpoint.manifest import Manifest, RunFingerprint
+from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import keys, table
 from megatron_grpo.run.config.write import absolute_paths
 
@@ -63,7 +64,7 @@ class ResumeDifference:
     verdict: OnResume
 
     def __str__(self) -> str:
-        return f"{self.name}  {_value_text(self.was)} -> {_value_text(self.now)}"
+        return f"{self.name}  {show_value(self.was)} -> {show_value(self.now)}"
 
 
 def changes_since(old: RunFingerprint, new: RunFingerprint) -> list[ResumeDifference]:
@@ -130,7 +131,7 @@ def list_problems(
         uneven = f"{manifest.progress.num_rollouts} rollouts would not equal {step} optimizer steps"
         reason = f"{pending} of its samples are not trained yet" if pending else uneven
         names = [typed_names.get(change.name, change.name) for change in stuck]
-        changed = ", ".join(f"{name} was {_value_text(change.was)} and is {_value_text(change.now)}" for name, change in zip(names, stuck))
+        changed = ", ".join(f"{name} was {show_value(change.was)} and is {show_value(change.now)}" for name, change in zip(names, stuck))
         noun = "sizes" if not set(stuck) & set(other_changes) else "values"
         message = (
             f"{changed}, and {manifest.directory} cannot be continued with other {noun}: {reason}. Resume with the old {noun}, or start "
@@ -148,15 +149,14 @@ def _refusal(change: ResumeDifference, manifest: Manifest, typed_names: Mapping[
         change_text = f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})"
         use, nearest = f"Restore it (--{name})", {}
     else:
-        change_text = f"{name} is {_value_text(change.now)}, but was {_value_text(change.was)} for {manifest.directory}"
-        use, nearest = f"Use {name} {_value_text(change.was)}", {name: [change.was]}
+        change_text = f"{name} is {show_value(change.now)}, but was {show_value(change.was)} for {manifest.directory}"
+        use, nearest = f"Use {name} {show_value(change.was)}", {name: [change.was]}
     reason = _WHY.get(change.name, "")
     return Problem(flags=(name, "resume"), message=f"{change_text}: {reason}. {use}, {NEW_RUN}.", nearest=nearest)
 
 
-def _value_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value)) or "(none)"
-    return "none" if value is None else str(value) or '""'
+def show_value(value: Any) -> str:
+    """Return the value of a setting as a command line has it, with a sign for an empty one."""
+    if isinstance(value, Mapping):
+        return str(value)
+    return format_value(value) or ('""' if isinstance(value, str) else "(none)")
