@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_grpo.run.rewards.process_isolation import IsolatedCall
+from megatron_grpo.run.rewards.process_isolation import IsolatedCall, is_alive
 
 LINGER, MOST_LINGERED = 0.001, 0.02  # seconds to wait for the next result, and for all results of one `take`
 
@@ -128,16 +128,9 @@ class WorkerPool:
             for call in late:
                 call.is_cancelled = True
         self._running.difference_update(late)
-        if any(call.is_awaited for call in late) and self._loop is not None and not self._is_alive(self._loop):
+        if any(call.is_awaited for call in late) and self._loop is not None and not is_alive(self._loop, 0.5):
             self._loop = None
         return [CallResult(call.key, None, CallTimeoutError(), self.timeout) for call in late]
-
-    @staticmethod
-    def _is_alive(loop: asyncio.AbstractEventLoop) -> bool:
-        """Return False if a coroutine blocks the loop."""
-        answer_event = threading.Event()
-        loop.call_soon_threadsafe(answer_event.set)
-        return answer_event.wait(0.5)
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self.concurrency:

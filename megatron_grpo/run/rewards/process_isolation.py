@@ -268,14 +268,15 @@ class EventLoop:
             except (RewardTimeoutError, CancelledError):
                 if not future.done():
                     future.cancel()
-                    self._replace_if_blocked(loop)
+                    if not is_alive(loop, 1.0):
+                        self._loop = None  # the next batch gets a new one
                 raise
 
         return wait
 
-    def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Use a new loop for the next batch if a coroutine blocks this one (`time.sleep` instead of `asyncio.sleep`)."""
-        alive = threading.Event()
-        loop.call_soon_threadsafe(alive.set)
-        if not alive.wait(1.0):
-            self._loop = None
+
+def is_alive(loop: asyncio.AbstractEventLoop, seconds: float) -> bool:
+    """Return False if a coroutine blocks the loop (`time.sleep` instead of `asyncio.sleep`)."""
+    alive = threading.Event()
+    loop.call_soon_threadsafe(alive.set)
+    return alive.wait(seconds)
