@@ -168,13 +168,9 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_BoundedStream(connection, deadline))
 
 
-def _connection(kind: type[http.client.HTTPConnection], deadline: float) -> Callable[..., http.client.HTTPConnection]:
-    def connect(*args: Any, **options: Any) -> http.client.HTTPConnection:
-        connection = kind(*args, **options)
-        connection.response_class = partial(_Response, deadline=deadline)  # type: ignore[assignment]
-        return connection
-
-    return connect
+def _connection(kind: type[http.client.HTTPConnection], deadline: float) -> Any:
+    """Return a class of connections whose responses have a deadline."""
+    return type(kind.__name__, (kind,), {"response_class": partial(_Response, deadline=deadline)})
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
