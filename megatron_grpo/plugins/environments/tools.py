@@ -211,9 +211,8 @@ class ToolEnvironment(Environment):
         """
         calls = type(self).read(turn.text)
         if self._inside is not None and (not calls or turn.is_last or self._are_for_inside(calls)):
-            return self._inside.step(
-                turn
-            )  # the last turn too: the model would not read a tool's answer, and the inner environment may return a reward
+            # The last turn too: the model would not read a tool's answer, and the inner environment may return a reward.
+            return self._inside.step(turn)
         if not calls:
             return StepOutput(done=True)
         results = [self._begin(call) for call in calls]

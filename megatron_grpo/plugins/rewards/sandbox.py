@@ -138,12 +138,8 @@ def _exceeded_limit(pid: int, folder: str) -> str:
     try:
         counted = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
         threads = len(os.listdir(f"/proc/{pid}/task"))
-    except (
-        FileNotFoundError,
-        ProcessLookupError,
-        PermissionError,
-    ):  # the process has just ended; `why_unsafe` has verified that the file is readable
-        return ""
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""  # the process has just ended; `why_unsafe` has verified that the file is readable
     if int(counted["wchar"]) > _BYTES:
         return f"{_BYTES >> 20} MiB written"
     if threads > _THREADS:

@@ -43,13 +43,8 @@ class ServerTurns:
         deaths: dict[Key, list[str]],
         format_name: Callable[[Key], str] = str,
     ):
-        self._server_group, self._sampling, self._version, self._deaths, self._format_name = (
-            server_group,
-            sampling,
-            version,
-            deaths,
-            format_name,
-        )
+        self._server_group, self._sampling, self._version = server_group, sampling, version
+        self._deaths, self._format_name = deaths, format_name
         self._count = 0
         self._open: dict[Key, wire.Request] = {}  # submitted, and not sampled yet
         self._flying: dict[Key, ServerHandle] = {}  # open turns that are in a call, with their server

@@ -49,14 +49,8 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.inputs import ValidatedInputs
 
-REPORTED = (
-    ConfigError,
-    RunError,
-    NoRolloutServerError,
-    CancelledError,
-    WeightSyncError,
-    ReceiverChangedError,
-)  # exceptions of rank 0 that are raised on all ranks
+# Exceptions of rank 0 that are raised on all ranks.
+REPORTED = (ConfigError, RunError, NoRolloutServerError, CancelledError, WeightSyncError, ReceiverChangedError)
 
 Value = TypeVar("Value")
 
