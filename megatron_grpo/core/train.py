@@ -303,7 +303,6 @@ def stop_if_requested(run: Run, progress: Progress, buffer: SampleBuffer, new_ro
     """
     if new_rollouts and run.stop.is_requested(collectives.all_reduce_max):
         if progress.step:
-            run.logger.keep(progress)
             run.rollouts.interrupt()
             save(run, progress, buffer, completely=True)
         raise make_interrupted(run, progress)

@@ -262,6 +262,26 @@ def resume_and_save(rank, world_size, source, folder, more, layout):
     return progress, pending.samples, prompts.position, policy.scheduler.num_steps, policy.optimizer.param_groups[0]["lr"]
 
 
+def save_with_metrics(rank, world_size, folder):
+    """Saves with metrics that no step has reported, and without; returns what a resumed run gets of each."""
+    policy, stats = Policy(world_size), [{"reward": np.float32(0.5)}, {}]
+    received = []
+    for step, waiting in enumerate(stats, 1):
+        keeper = checkpoints(folder)
+        keeper.logger = SimpleNamespace(unreported_stats=lambda waiting=waiting: waiting)
+        keeper.save(Progress(step=step), Waiting(), policy, Prompts())
+        again = checkpoints(folder)
+        again.logger = SimpleNamespace()
+        restored(again, policy, Prompts())
+        received.append(again.logger.restored_stats)
+    return received
+
+
+def test_metrics_that_no_step_has_reported_are_in_the_checkpoint(tmp_path):
+    assert run_ranks(save_with_metrics, 2, tmp_path)[0] == [{"reward": 0.5}, {}]
+    assert not (run_of(tmp_path, 2) / "grpo/metrics.json").exists()
+
+
 def tensors_of(directories):
     """Every tensor of each checkpoint under its global name and shape, in one process."""
 

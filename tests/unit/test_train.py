@@ -153,7 +153,7 @@ class RecordingLogger:
     def start(self, progress):
         pass
 
-    rollout = keep = start
+    rollout = start
 
     def step(self, progress, batch, metrics, *, skipped):
         self.batches.append(batch)

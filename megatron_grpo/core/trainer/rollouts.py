@@ -173,8 +173,6 @@ class MetricsProcessor(Protocol):
 
     def evaluation(self, progress: Progress, evaluated: Any) -> None: ...
 
-    def keep(self, progress: Progress) -> None: ...
-
 
 class InterruptedSampling(Sampler, Protocol):
     """Completions that continue over weight syncs. `plugins.partial_rollouts.trainer.PartialRollouts` documents its methods."""

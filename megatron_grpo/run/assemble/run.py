@@ -91,7 +91,7 @@ def build_run(
     # Opened before any model loads: a tracking service that is not installed is an error.
     logger = build_metrics_logger(run, reward_manager, parallel, timers, on_metrics=on_metrics)
     logger.open()
-    checkpoints.print_line = logger.print_line
+    checkpoints.logger, checkpoints.print_line = logger, logger.print_line
     if checkpoints.best:
         checkpoints.best.print_line = logger.print_line
     try:

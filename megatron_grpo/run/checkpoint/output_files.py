@@ -26,7 +26,7 @@ RUN, LOCK = "train", "run.lock"
 # Names in output_dir -> patterns of the entries written into a directory; () for a file.
 WRITTEN_BY_A_RUN = {
     **dict.fromkeys(("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "schedule.jsonl"), ()),
-    **dict.fromkeys(("untold.json", "events.jsonl", "now.json"), ()),
+    **dict.fromkeys(("events.jsonl", "now.json"), ()),
     "checkpoints": ("iter_*", ".*_iter_*", POINTER, "best.json"),
     "completions": ("step_*", ".step_*"),
     "evaluations": ("*/prompts.jsonl", "*/step_*.parquet"),

@@ -23,7 +23,7 @@ import torch
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.cleanup import run_in_thread
 from megatron_grpo.core.base.errors import ConfigError, config_error
-from megatron_grpo.core.base.files import atomic_write, parse_json, write_mark
+from megatron_grpo.core.base.files import atomic_write, parse_json, read_object, write_mark
 from megatron_grpo.core.metadata import Progress
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import PartialCompletion
@@ -44,6 +44,7 @@ __all__ = ["CheckpointError", "Checkpoints"]
 
 Policy = Any  # policy.policy.Policy, which this package does not import
 PartialRollouts = Any  # plugins.partial_rollouts.trainer.PartialRollouts, which this package does not import
+MetricsLogger = Any  # metrics.metrics_logger.MetricsLogger, which this package does not import
 SampleBuffer = Any  # rows waiting to be trained: core.trainer.sample_buffer.SampleBuffer, which this package does not import
 
 
@@ -64,6 +65,7 @@ class PendingSave:
     is_publishing: bool = False
 
 
+METRICS = "metrics.json"  # of rollouts in the checkpoint that no step has reported; there are some if the run stopped before their step
 RECORDED = "trained.npz"  # rows of the first step after a checkpoint; in its directory, but not among the files of its manifest
 GOES_ON, FAILED = 1, 2  # status of a rank's part of a save; the maximum over ranks applies
 
@@ -84,6 +86,7 @@ class Checkpoints:
         self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
         # Tracks the best checkpoint, which is never deleted; set by the caller that knows the metric.
         self.best: BestCheckpoint | None = None
+        self.logger: MetricsLogger | None = None  # whose metrics of rollouts wait for their step; set by the caller
         self.partial: PartialRollouts | None = None  # completions that a weight sync interrupted; set by the caller, if the run has them
         self._chosen: ResumeCandidate | None = None
         self._saved_step: int | None = None  # step of the last complete checkpoint
@@ -253,6 +256,8 @@ class Checkpoints:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
             files[f"{OURS}/guard.json"] = f"{json.dumps(policy.gradient_check_state())}\n".encode()
+            if self.logger is not None and (stats := self.logger.unreported_stats()):
+                files[f"{OURS}/{METRICS}"] = f"{json.dumps(stats, default=float)}\n".encode()
             config = self.resume.output_dir / "config.yaml"
             if config.exists():
                 files[CONFIG] = config.read_bytes()
@@ -355,6 +360,8 @@ class Checkpoints:
             prompts.restore(parse_json((folder / "prompts.json").read_text()))
             if (folder / "guard.json").exists():  # old checkpoints have no guard state
                 policy.restore_gradient_check(parse_json((folder / "guard.json").read_text()))
+            if self.logger is not None:
+                self.logger.restored_stats = read_object(folder / METRICS)
             if "rng" not in self.resume.without:
                 rng_state.restore(folder / rng_state.FILE)
             samples = [replace(sample, images=prompts.list_images(sample.prompt_number)) for sample in _read_share(folder, Sample)]

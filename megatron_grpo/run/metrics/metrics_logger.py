@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.activity import Timers
-from megatron_grpo.core.base.files import atomic_write_text, parse_json
 from megatron_grpo.core.metadata import Progress
 from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
 from megatron_grpo.core.types import GlobalBatch
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from megatron_grpo.run.metrics.reporters import TrackingServices
 
 logger = logging.getLogger(__name__)
-PENDING_FILE = "untold.json"  # in output_dir, while a run is stopped between a rollout and the step that reports it
 SCHEDULE = "schedule.jsonl"  # rows each optimizer step trained and their staleness; `plan.json` has the planned ones
 WARNING = "WARNING: "  # start of printed lines that are warnings
 TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "tokens per completion"}
@@ -63,7 +59,6 @@ class MetricsLogger:
         self._display, self._services, self._selection_weights, self._watches = display, services, selection_weights, watches
         self._on_metrics = on_metrics or (lambda step, numbers: None)
         self._steps, self._schedule, self._skipped = (JsonlFile(out / name) for name in ("metrics.jsonl", SCHEDULE, "skipped.jsonl"))
-        self._pending_file = out / PENDING_FILE
         self._events = EventsWriter(out / EVENTS)
         self.evaluations = Evaluations(out, writes_completions=bool(config.get("log_completions_steps", 1)))
         self.learnt = GradientSummary(
@@ -73,6 +68,7 @@ class MetricsLogger:
         self._best_effort = BestEffort()
         self._spent = TimeSummary()
         self._rollouts: list[ScoredRollout] = []  # not yet reported by a step
+        self.restored_stats: dict[str, float] = {}  # metrics of rollouts of the checkpoint that no step has reported
         self._num_tokens = 0
         self._started = self._warned_of_matplotlib = False
 
@@ -124,7 +120,8 @@ class MetricsLogger:
         record: dict[str, Any] = {"step": progress.step, "optimizer_step": progress.step - 1}
         record |= {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()}
         self._schedule.append(record | ({"tokens_by_version": batch.tokens_by_version} if batch.tokens_by_version else {}))
-        stats = (self._rollout_stats(rollouts) if rollouts else self._pending_stats(before=progress.step)) | dict(metrics)
+        stats = (self._rollout_stats(rollouts) if rollouts else self.restored_stats) | dict(metrics)
+        self.restored_stats = {}
         for watch in self._watches:
             if warning := watch(progress, stats):
                 self.print_line(f"{WARNING}{warning}")
@@ -135,7 +132,6 @@ class MetricsLogger:
         self._spent.add(times)
         self._spent.step(is_skipped=skipped is not None)
         self.log(progress, stats | batch.metrics | times)
-        self._pending_file.unlink(missing_ok=True)
 
     def log(self, progress: Progress, stats: Mapping[str, float]) -> None:
         """Log an optimizer step as a line of metrics.jsonl, with step, num_tokens and tokens_per_second. For rank 0.
@@ -177,19 +173,9 @@ class MetricsLogger:
                 self.print_line(f"  {line}")
             self._skipped.append({"step": progress.step, **record})
 
-    def keep(self, progress: Progress) -> None:
-        """Save the metrics of rollouts that no step has reported yet, when the run ends. The resumed run reports them."""
-        if self._rollouts and self.is_logging:
-            pending = {"step": progress.step, "stats": self._rollout_stats(self._rollouts)}
-            atomic_write_text(self._pending_file, json.dumps(pending, default=float) + "\n")
-
-    def _pending_stats(self, *, before: int) -> dict[str, float]:
-        """Return the metrics that `keep` saved just before this optimizer step; empty if there are none."""
-        with suppress(OSError, ValueError, KeyError):
-            pending = parse_json(self._pending_file.read_text(encoding="utf-8"))
-            if pending["step"] == before - 1:
-                return pending["stats"]
-        return {}
+    def unreported_stats(self) -> dict[str, float]:
+        """Return the metrics of rollouts that no step has reported yet, for the checkpoint of a run that stops before their step."""
+        return self._rollout_stats(self._rollouts) if self._rollouts else self.restored_stats
 
     def _rollout_stats(self, rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         return rollout_stats(rollouts, self.completions.reward_names, selection_weights=self._selection_weights)
