@@ -36,7 +36,7 @@ _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job,
 
 
 @contextmanager
-def handled_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+def handle_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
     """Handle signals with a function inside the block."""
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -63,7 +63,7 @@ def signals_before_run() -> Iterator[None]:
         write_error_file(f"{stopped}", seconds_later=1)
         os._exit(report(stopped))
 
-    with handled_signals([number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN], end):
+    with handle_signals([number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN], end):
         yield
 
 

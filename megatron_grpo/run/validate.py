@@ -29,7 +29,7 @@ from megatron_grpo.run.schedule import ScheduledRun, schedule_run
 Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a reward; text). Of two about one part the later one holds.
 
 
-def parts_left_out(cfg: Config) -> Absent:
+def find_unchecked_parts(cfg: Config) -> Absent:
     """Yield parts of `inputs.PARTS`, and rewards, that `plan` does not check, each with what is not checked and why."""
     yield "machine", "this machine's GPUs and memory, and whether output_dir can be written"
     yield "tokenizer", "the tokenizer (chat template, prompt lengths in tokens)"
@@ -151,7 +151,7 @@ def validate_run(parsed: ParsedConfig) -> tuple[ScheduledRun, ValidatedInputs, t
     Raises:
         ConfigError: With all problems that `train` would report about what was checked.
     """
-    left_out = dict(parts_left_out(parsed.config))
+    left_out = dict(find_unchecked_parts(parsed.config))
     absent = {flag: None for flag in ADAPTERS if flag in left_out}
     parsed = replace(parsed, config=parsed.config.with_values(absent))
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:

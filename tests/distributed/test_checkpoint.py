@@ -268,7 +268,7 @@ def save_with_metrics(rank, world_size, folder):
     received = []
     for step, waiting in enumerate(stats, 1):
         keeper = checkpoints(folder)
-        keeper.logger = SimpleNamespace(unreported_stats=lambda waiting=waiting: waiting)
+        keeper.logger = SimpleNamespace(compute_unreported_stats=lambda waiting=waiting: waiting)
         keeper.save(Progress(step=step), Waiting(), policy, Prompts())
         again = checkpoints(folder)
         again.logger = SimpleNamespace()

@@ -30,7 +30,7 @@ from megatron_grpo.run.checkpoint.fingerprints import model_fingerprint
 from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.settings import ServeConfig
 from megatron_grpo.run.data.chat import fingerprint_vocabulary, load_tokenizer
-from megatron_grpo.run.signals import handled_signals
+from megatron_grpo.run.signals import handle_signals
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 SECONDS_BETWEEN_LINES = 10.0  # seconds between two progress lines while the model loads
@@ -60,7 +60,7 @@ def serve(parsed: ParsedConfig) -> int:
         if serving.cfg.model.trust_remote_code and (code := remote_code.make_code_warning(serving.model_path)):
             _print_line(code)
         try:
-            with handled_signals(STOPPING, _stop), _progress(serving):
+            with handle_signals(STOPPING, _stop), _progress(serving):
                 from megatron_grpo.plugins.servers.serve_engine import ServedEngine
 
                 bind_children_to_parent()

@@ -256,7 +256,7 @@ class Checkpoints:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
             files[f"{OURS}/guard.json"] = f"{json.dumps(policy.gradient_check_state())}\n".encode()
-            if self.logger is not None and (stats := self.logger.unreported_stats()):
+            if self.logger is not None and (stats := self.logger.compute_unreported_stats()):
                 files[f"{OURS}/{METRICS}"] = f"{json.dumps(stats, default=float)}\n".encode()
             config = self.resume.output_dir / "config.yaml"
             if config.exists():

@@ -173,7 +173,7 @@ class MetricsLogger:
                 self.print_line(f"  {line}")
             self._skipped.append({"step": progress.step, **record})
 
-    def unreported_stats(self) -> dict[str, float]:
+    def compute_unreported_stats(self) -> dict[str, float]:
         """Return the metrics of rollouts that no step has reported yet, for the checkpoint of a run that stops before their step."""
         return self._rollout_stats(self._rollouts) if self._rollouts else self.restored_stats
 

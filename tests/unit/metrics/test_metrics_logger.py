@@ -108,10 +108,10 @@ def test_a_run_that_rests_between_a_rollout_and_its_step_tells_of_it_when_it_goe
         step(logger, 1)
         logger.rollout(rollout_of_two())
         if folder == rests:
-            stats = json.loads(json.dumps(logger.unreported_stats(), default=float))
+            stats = json.loads(json.dumps(logger.compute_unreported_stats(), default=float))
             logger = journal_in(folder, selection_weights=[1.0, 1.0])
             logger.restored_stats = stats
-            assert logger.unreported_stats() == stats  # it may stop again
+            assert logger.compute_unreported_stats() == stats  # it may stop again
             logger.start(Progress(step=1, num_tokens=60))
         step(logger, 2)
         step(logger, 3)
