@@ -77,31 +77,31 @@ def diagnose(
     }  # fmt: skip
 
 
-def report_lines(found: Mapping[str, Any]) -> list[str]:
+def report_lines(findings: Mapping[str, Any]) -> list[str]:
     """Format what `diagnose` found as lines of text."""
     weights = "not compared: none were recorded"
-    if found["weights"]["recorded"]:
-        weights = "{same} of {tensors} tensors are those of the run, bit for bit".format(**found["weights"])
-    losses = [(name, found["numbers"][name], found["was"].get(name, math.nan)) for name in ("loss", "grad_norm")]
-    total = math.fsum(row.norm for row in found["rows"] if math.isfinite(row.norm))
-    worst = sorted(found["rows"], key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
+    if findings["weights"]["recorded"]:
+        weights = "{same} of {tensors} tensors are those of the run, bit for bit".format(**findings["weights"])
+    losses = [(name, findings["numbers"][name], findings["was"].get(name, math.nan)) for name in ("loss", "grad_norm")]
+    total = math.fsum(row.norm for row in findings["rows"] if math.isfinite(row.norm))
+    worst = sorted(findings["rows"], key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
     rows = []
     for row in worst[:SHOWN]:
         share = row.norm / total if total and math.isfinite(row.norm) else None
         rows.append((*row.key, row.prompt_number, row.num_tokens, row.norm, share, row.forward, row.gap, f"  {row.what}"))
     return [
-        f"kept because {found['why']}",
-        f"replayed on {found['ranks']}",
+        f"kept because {findings['why']}",
+        f"replayed on {findings['ranks']}",
         f"weights: {weights}",
-        *(f"not in the step dump: {missing}" for missing in found["lacks"]),
+        *(f"not in the step dump: {missing}" for missing in findings["lacks"]),
         "",
         *format_columns({"": "<14", "here": ">14.6g", "in the run": ">14.6g"}, losses),
         "",
         *format_columns(ROW_COLUMNS, rows),
         *([f"    and {len(worst) - SHOWN} more rows (--json true lists all)"] if len(worst) > SHOWN else []),
-        *("with rank {rank}'s copy of {name}: loss {loss:.6g}, grad_norm {grad_norm:.6g}".format(**copy) for copy in found["copies"]),
+        *("with rank {rank}'s copy of {name}: loss {loss:.6g}, grad_norm {grad_norm:.6g}".format(**copy) for copy in findings["copies"]),
         "",
-        *found["verdict"],
+        *findings["verdict"],
     ]
 
 

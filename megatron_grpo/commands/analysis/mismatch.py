@@ -84,11 +84,11 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
     with CleanUp() as clean_up:
         parallel = start_parallel(cfg, layout, content={"question": f"{args.name} {args.row} {args.num_rows}"})
         clean_up.add(state.stop)
-        found, rows, operations = compare_rows(args, cfg, shape, model_path, parallel, clean_up)
+        findings, rows, operations = compare_rows(args, cfg, shape, model_path, parallel, clean_up)
         if collectives.rank() == 0:
-            is_drawn = draw(figure, found, rows, operations)
-            print_report(found, report_lines(found, rows, operations, figure if is_drawn else None), as_json=cfg.plan.json)
-    return EXIT_CRASH if found["verdict"] else EXIT_DONE
+            is_drawn = draw(figure, findings, rows, operations)
+            print_report(findings, report_lines(findings, rows, operations, figure if is_drawn else None), as_json=cfg.plan.json)
+    return EXIT_CRASH if findings["verdict"] else EXIT_DONE
 
 
 def compare_rows(
@@ -135,7 +135,7 @@ def compare_rows(
         score = one_per_micro_batch(model.scorer)
         operations = compare_operations(engine, model.chunks[0], score, compared[chosen], temperature=sampling.temperature, limit=limit)
     bound = max(USUAL[dtype], USUAL[engine.dtype])
-    found = {
+    findings = {
         "subject": args.name,
         "step": args.step,
         "dtype": dtype,
@@ -153,7 +153,7 @@ def compare_rows(
         "push": _weight_sync_problem(model, engine, args.step, dtype),
         "named": [op.name for op in operations if op.is_over],
     }
-    return found | {"verdict": describe_differences(found, operations)}, compared, operations
+    return findings | {"verdict": describe_differences(findings, operations)}, compared, operations
 
 
 def _weight_sync_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dtype: str) -> str:

@@ -68,10 +68,10 @@ def run_replay(words: Sequence[str], parsed: ParsedConfig) -> int:
     if problems:
         raise ConfigError(problems)
     cfg, model, checkpoint = _settings(step_dump, parsed.config)
-    found = replay(step_dump, cfg, model, checkpoint)
+    findings = replay(step_dump, cfg, model, checkpoint)
     if collectives.rank() == 0:
-        result = found | {"rows": [asdict(row) for row in found["rows"]]}
-        print_report(result, report_lines(found), as_json=cfg.plan.json)
+        result = findings | {"rows": [asdict(row) for row in findings["rows"]]}
+        print_report(result, report_lines(findings), as_json=cfg.plan.json)
     state.stop()
     return EXIT_DONE
 

@@ -146,8 +146,8 @@ class ReplicaCheck:
         sorted_mismatches = tuple(sorted(all_mismatches, key=lambda mismatch: KINDS.index(mismatch.kind)))
         first = {f"{mismatch.kind} {mismatch.name}" for mismatch in sorted_mismatches[:SHOWN]}
         tensors = {f"{kind} {name}": value for kind, name, _, value in values if isinstance(value, torch.Tensor)}
-        mine = {name: tensor for name, tensor in tensors.items() if name in first}
-        return ReplicaCheckResult(step=batch.step + 1, equal_at=self._equal_at, mismatches=sorted_mismatches, mine=mine)
+        own_copies = {name: tensor for name, tensor in tensors.items() if name in first}
+        return ReplicaCheckResult(step=batch.step + 1, equal_at=self._equal_at, mismatches=sorted_mismatches, mine=own_copies)
 
     def _compared(self, group_name: str, group: Any, values_held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
         """Return the differences within one group. Ranks without a tensor are ignored for it. Collective over the group."""

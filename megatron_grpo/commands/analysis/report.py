@@ -45,26 +45,26 @@ PANELS: dict[str, Callable[[Any], float]] = {
 Findings = Mapping[str, Any]
 
 
-def describe_differences(found: Findings, operations: Sequence[Operation]) -> str:
+def describe_differences(findings: Findings, operations: Sequence[Operation]) -> str:
     """Describe what differs by more than rounding; empty if nothing does.
 
     Args:
-        found: Findings without the verdict.
+        findings: Findings without the verdict.
         operations: Compared operations; empty if the model is not supported.
     """
     sentences = []
     if (first := first_difference([op for op in operations if op.name not in ASIDE])) is not None:
-        shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < found["ranks"] else ""
+        shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < findings["ranks"] else ""
         sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
     sentences += [ASIDE[op.name] for op in operations if op.name in ASIDE and op.is_over]
-    if not sentences and found["push"]:
+    if not sentences and findings["push"]:
         sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
-    if not sentences and not operations and found["difference"]["beyond"]:
-        sentences.append(f"Tokens differ by more than {found['bound']:g} nats, and the operations of this model cannot be compared.")
+    if not sentences and not operations and findings["difference"]["beyond"]:
+        sentences.append(f"Tokens differ by more than {findings['bound']:g} nats, and the operations of this model cannot be compared.")
     return " ".join(sentences)
 
 
-def report_lines(found: Findings, rows: Sequence[ComparedRow], operations: Sequence[Operation], figure: Path | None) -> list[str]:
+def report_lines(findings: Findings, rows: Sequence[ComparedRow], operations: Sequence[Operation], figure: Path | None) -> list[str]:
     """Format the findings as lines of text.
 
     Args:
@@ -72,19 +72,19 @@ def report_lines(found: Findings, rows: Sequence[ComparedRow], operations: Seque
         operations: Compared operations; empty if the model is not supported.
         figure: Image that was written; None without one.
     """
-    numbers, drift = found["difference"], found["drift"]
-    ranks = "one rank" if found["ranks"] == 1 else f"{found['ranks']} tensor-parallel ranks"
+    numbers, drift = findings["difference"], findings["drift"]
+    ranks = "one rank" if findings["ranks"] == 1 else f"{findings['ranks']} tensor-parallel ranks"
     lines = [
-        f"{found['subject']}, step {found['step']}, {found['dtype']}, {ranks}",
-        f"{len(rows)} rows, {numbers['tokens']:,} tokens, {found['source']}",
+        f"{findings['subject']}, step {findings['step']}, {findings['dtype']}, {ranks}",
+        f"{len(rows)} rows, {numbers['tokens']:,} tokens, {findings['source']}",
         "",
         "|trainer - sampler| in nats: "
         + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
-        + f"; beyond {found['bound']:g}: {numbers['beyond']:.1%}",
+        + f"; beyond {findings['bound']:g}: {numbers['beyond']:.1%}",
         "",
         *format_columns(
             {"row": ">5", "position": ">9", "sampler": ">11.4f", "trainer": ">10.4f", "difference": ">12.2e", "  token": ""},
-            ((t["row"], t["place"], t["sampler"], t["trainer"], t["difference"], f"  {t['text']!r}") for t in found["worst_tokens"]),
+            ((t["row"], t["place"], t["sampler"], t["trainer"], t["difference"], f"  {t['text']!r}") for t in findings["worst_tokens"]),
         ),
     ]
     if drift:
@@ -92,19 +92,19 @@ def report_lines(found: Findings, rows: Sequence[ComparedRow], operations: Seque
         largest = "{max:.2g} at step {step}".format(**max(drift, key=lambda entry: entry["max"]))
         lines += ["", f"While the run trained: mean {means}; largest {largest}"]
     if operations:
-        row = rows[found["row"]]
+        row = rows[findings["row"]]
         lines += [
             "",
-            f"Row {found['row']} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
-            f"sampler's inputs; over: more than {found['limit']:g}",
+            f"Row {findings['row']} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on "
+            f"the sampler's inputs; over: more than {findings['limit']:g}",
             *format_columns(
                 {"operation": "<24", "of its size": ">12.1e", "largest": ">11.1e", "equal bits": ">12.1%", "": ""},
                 ((op.describe, op.difference, op.largest, op.equal, "  <- over" * op.is_over) for op in _shortened(operations)),
             ),
         ]
-    verdict = found["verdict"] or "Nothing differs by more than rounding."
-    ending = [found["push"], verdict, f"Figure: {figure}" if figure else ""]
-    return [*lines, "", *found["notes"], *filter(None, ending)]
+    verdict = findings["verdict"] or "Nothing differs by more than rounding."
+    ending = [findings["push"], verdict, f"Figure: {figure}" if figure else ""]
+    return [*lines, "", *findings["notes"], *filter(None, ending)]
 
 
 def _shortened(operations: Sequence[Operation]) -> list[Operation]:
@@ -151,14 +151,14 @@ def find_worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: i
         {"row", "place", "text", "sampler", "trainer", "difference"} of each token. `place` counts the tokens of a row from the start of the
         prompt; log-probs are in nats.
     """
-    places = [(number, int(index)) for number, row in enumerate(rows) for index in np.flatnonzero(row.is_sampled)]
+    positions = [(number, int(index)) for number, row in enumerate(rows) for index in np.flatnonzero(row.is_sampled)]
     differences = np.concatenate([row.differences for row in rows])
     tokens = []
     for index in np.argsort(-np.nan_to_num(np.abs(differences), nan=np.inf), kind="stable")[:max_tokens]:
-        number, place = places[index]
+        number, position = positions[index]
         row = rows[number]
-        token = {"row": number, "place": place, "text": tokenizer.decode([int(row.tokens[place])])}
-        values = {"sampler": row.sampler[place], "trainer": row.trainer[place], "difference": differences[index]}
+        token = {"row": number, "place": position, "text": tokenizer.decode([int(row.tokens[position])])}
+        values = {"sampler": row.sampler[position], "trainer": row.trainer[position], "difference": differences[index]}
         tokens.append(token | {name: float(value) for name, value in values.items()})
     return tokens
 
@@ -179,15 +179,15 @@ def read_drift(run: Path | None) -> list[dict[str, Any]]:
 # ---- images ----------------------------------------------------------------------------------------------------------------------------
 
 
-def draw(path: Path, found: Findings, rows: Sequence[ComparedRow], operations: Sequence[Operation]) -> bool:
+def draw(path: Path, findings: Findings, rows: Sequence[ComparedRow], operations: Sequence[Operation]) -> bool:
     """Write the findings of `mismatch` as a PNG.
 
     Returns:
         False if matplotlib is not installed, and no file was written.
     """
     panels = [partial(_histogram, rows=rows), partial(_tokens, rows=rows)]
-    panels += [partial(_operations, operations=operations, limit=found["limit"])] if operations else []
-    panels += [partial(_drift, drift=found["drift"])] if found["drift"] else []
+    panels += [partial(_operations, operations=operations, limit=findings["limit"])] if operations else []
+    panels += [partial(_drift, drift=findings["drift"])] if findings["drift"] else []
     return write_panels(path, panels, columns=2, width=11, height=4 * (len(panels) + 1) // 2, dpi=100)
 
 
