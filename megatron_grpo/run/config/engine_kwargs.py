@@ -7,8 +7,8 @@ are in `engine_kwargs.yaml`, which is read only if such options are given.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,53 +23,36 @@ _TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_m
                  "chat_template", "documents", "padding", "truncation", "max_length", "return_tensors")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Facts about the options of another package that one setting accepts.
-
-    Args:
-        what: Name of what they belong to, for messages.
-        here: Options that have a setting here, and its name.
-        refused: Options that are rejected, with the reason.
-        may: The only options that are allowed; None allows all that are known and not rejected.
-        otherwise: Reason why others are not allowed.
-        fields: Options of the installed package with their annotations; empty if it is not installed.
-    """
-
-    what: str
-    here: Mapping[str, str]
-    refused: Mapping[str, str]
-    may: Collection[str] | None
-    otherwise: str
-    fields: Mapping[str, str]
-
-    def wrong(self, name: str, value: Any) -> str | None:
-        """Return why an option is rejected, as the end of a sentence; None if it is allowed."""
-        if (self.fields and name not in self.fields) or name.startswith("_"):
-            close = close_to(name, [field for field in self.fields if not field.startswith("_")], limit=1)
-            return f"unknown field of {self.what}{f'. Did you mean {close[0]}?' if close else '.'}"
-        if name in self.refused:
-            return f"refused: {self.refused[name]}."
-        if self.may is not None and name not in self.may:
-            return f"refused: {self.otherwise}. Supported: {', '.join(sorted(self.may))}."
-        expected = expected_type(self.fields.get(name, ""), value)
-        return f"{expected} in {self.what}, not {value!r}." if expected else None
-
-
 @cache
-def options(flag: str) -> Options:
-    """Return the facts about a setting of `FLAGS`."""
+def options(flag: str) -> Mapping[str, Any]:
+    """Return the entry of a setting of `FLAGS` in `engine_kwargs.yaml`.
+
+    Its `here` is {option: setting}, `refused` {option: reason}, and `fields` {option: annotation} of the installed package, empty if it is
+    not installed.
+    """
     import yaml
 
     entry = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[flag]
-    return Options(
-        what=entry["what"],
-        here={**{name: name for name in entry["same"].split()}, **entry["here"]},
-        refused={name: group["why"] for group in entry.get("refused", ()) for name in group["names"].split()},
-        may=entry["may"].split() if "may" in entry else None,
-        otherwise=entry.get("otherwise", ""),
-        fields={name: annotation for source in entry["fields"] for name, annotation in read_class_fields(*source).items()},
-    )
+    return entry | {
+        "here": {name: name for name in entry["same"].split()} | entry["here"],
+        "refused": {name: why for why, names in entry.get("refused", {}).items() for name in names.split()},
+        "may": entry.get("may", "").split(),
+        "fields": {name: kind for source in entry["fields"] for name, kind in read_class_fields(*source).items() if name[0] != "_"},
+    }
+
+
+def _find_fault(known: Mapping[str, Any], name: str, value: Any) -> str | None:
+    """Return why an option is rejected, as the end of a sentence; None if it is allowed."""
+    what, fields = known["what"], known["fields"]
+    if fields and name not in fields:
+        close = close_to(name, list(fields), limit=1)
+        return f"unknown field of {what}{f'. Did you mean {close[0]}?' if close else '.'}"
+    if name in known["refused"]:
+        return f"refused: {known['refused'][name]}."
+    if known["may"] and name not in known["may"]:
+        return f"refused: {known['otherwise']}. Supported: {', '.join(sorted(known['may']))}."
+    expected = expected_type(fields.get(name, ""), value)
+    return f"{expected} in {what}, not {value!r}." if expected else None
 
 
 @cache
@@ -80,7 +63,7 @@ def read_class_fields(package: str, file: str, name: str) -> Mapping[str, str]:
     return {ast.unparse(line.target): ast.unparse(line.annotation) for line in body if isinstance(line, ast.AnnAssign)}
 
 
-_PLAIN: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "None": (type(None),)}
+_PLAIN: Mapping[str, list[type]] = {"int": [int], "float": [int, float], "bool": [bool], "str": [str], "None": [type(None)]}
 
 
 def expected_type(annotation: str, value: Any) -> str | None:
@@ -89,12 +72,9 @@ def expected_type(annotation: str, value: Any) -> str | None:
     Args:
         annotation: Source text of a type annotation, such as "int | None".
     """
-    inner = annotation.removeprefix("Optional[").removesuffix("]") + " | None" if annotation.startswith("Optional[") else annotation
-    kinds = [kind.strip() for kind in inner.split("|")]
-    if not annotation or any(kind not in _PLAIN for kind in kinds):
-        return None
-    has_type = any(type(value) in _PLAIN[kind] for kind in kinds)
-    return None if has_type else annotation
+    kinds = [kind.strip() for kind in re.sub(r"^Optional\[(.*)\]$", r"\1 | None", annotation).split("|")]
+    is_plain = all(kind in _PLAIN for kind in kinds)
+    return annotation if is_plain and not any(type(value) in _PLAIN[kind] for kind in kinds) else None
 
 
 # ---- rules
@@ -103,20 +83,15 @@ def expected_type(annotation: str, value: Any) -> str | None:
 def _refused(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
     for flag in FLAGS:
         for name, value in getattr(c, flag).items():
-            if setting := options(flag).here.get(name):
+            if setting := options(flag)["here"].get(name):
                 yield {"flags": f"{flag} {setting}", "flag": flag, "why": f"{name} is the setting {setting}. Use that setting."}
-            elif fault := options(flag).wrong(name, value):
+            elif fault := _find_fault(options(flag), name, value):
                 yield {"flags": flag, "flag": flag, "why": f"{name} is {fault}"}
 
 
-def _thinks_twice(c: SimpleNamespace) -> dict[str, Any] | None:
-    enable_thinking = c.enable_thinking
-    template_value = c.chat_template_kwargs.get("enable_thinking", enable_thinking)
-    return (
-        {"thinks": str(enable_thinking).lower(), "other": template_value}
-        if enable_thinking is not None and template_value != enable_thinking
-        else None
-    )
+def _find_other_thinking(c: SimpleNamespace) -> dict[str, Any] | None:
+    thinks, other = c.enable_thinking, c.chat_template_kwargs.get("enable_thinking", c.enable_thinking)
+    return {"thinks": str(thinks).lower(), "other": other} if thinks is not None and other != thinks else None
 
 
 PASSED_ON = (
@@ -128,7 +103,7 @@ PASSED_ON = (
     ),
     Rule(
         "enable_thinking chat_template_kwargs",
-        _thinks_twice,
+        _find_other_thinking,
         "enable_thinking ({thinks}) and chat_template_kwargs enable_thinking={other} differ. Use one of them.",
     ),
 )

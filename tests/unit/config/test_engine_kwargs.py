@@ -71,17 +71,17 @@ def test_nothing_that_passes_on_to_megatron_is_set_here_too():
     functions = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name != "layer_specs"]
     ours = {keyword.arg for function in functions for call in ast.walk(function) if isinstance(call, ast.Call) for keyword in call.keywords}
     megatron = engine_kwargs.options("megatron_extra_kwargs")
-    assert "bias_dropout_fusion" in ours and not ours & {*megatron.may}
-    assert {*megatron.may} <= megatron.fields.keys() and {*vars(Config().kernels)} <= megatron.here.keys()
-    assert {"cp_comm_type", "moe_permute_fusion"} <= ours & megatron.fields.keys()
+    assert "bias_dropout_fusion" in ours and not ours & {*megatron["may"]}
+    assert {*megatron["may"]} <= megatron["fields"].keys() and {*vars(Config().kernels)} <= megatron["here"].keys()
+    assert {"cp_comm_type", "moe_permute_fusion"} <= ours & megatron["fields"].keys()
 
 
 def test_every_name_that_vllm_is_refused_exists_in_it():
     for flag in ("generation_kwargs", "eval_generation_kwargs", "vllm_engine_kwargs"):
         told = engine_kwargs.options(flag)
-        assert not {*told.here, *told.refused, *(told.may or ())} - told.fields.keys()
-        assert not {*told.here.values()} - table().keys()
-    sampling = engine_kwargs.options("generation_kwargs").fields
+        assert not {*told["here"], *told["refused"], *told["may"]} - told["fields"].keys()
+        assert not {*told["here"].values()} - table().keys()
+    sampling = engine_kwargs.options("generation_kwargs")["fields"]
     bounds = engine_kwargs.read_class_fields("vllm", "sampling_params.py", "StructuredOutputsParams").keys()
     assert sampling_mask.FIELD in sampling and {*sampling_mask.KINDS, *sampling_mask.ENGINE_OPTIONS, "whitespace_pattern"} == {
         name for name in bounds if not name.startswith("_")
