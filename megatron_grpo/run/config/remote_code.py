@@ -7,13 +7,12 @@ would take seconds. A model's own layers (`AutoModel...`) never run: families ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.core.base.errors import Problem
+from megatron_grpo.core.base.errors import Problem, problem_with
 from megatron_grpo.core.base.files import read_object
 
 FLAG = "trust_remote_code"
@@ -25,6 +24,14 @@ _RUN = {
     "preprocessor_config.json": ("AutoProcessor", "AutoImageProcessor"),
     "processor_config.json": ("AutoProcessor", "AutoImageProcessor"),
 }
+# What the class of a settings file is for, its name in `auto_map`, the key of its kind, and the installed sources that name the kinds which
+# need no code. A configuration that only the folder has would keep vLLM from starting.
+_PROVIDED = {
+    TOKENIZER: ("the tokenizer", "AutoTokenizer", "tokenizer_class",
+                [("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py")]),
+    CONFIG: ("the configuration", "AutoConfig", "model_type",
+             [("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py")]),
+}  # fmt: skip
 _CLASS = re.compile(r"([\w-]+)\.\w+")  # in a file of the folder; anything else is in another repository, or invalid
 _RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s*$)", re.M)  # as transformers finds them
 
@@ -51,16 +58,17 @@ def find_code_problem(folder: Path, *, is_trusted: bool, flag: str = "model") ->
 def make_code_warning(folder: Path) -> str | None:
     """Return a warning that names the files that will run; None without any."""
     files = files_that_run(folder)
-    if not files:
-        return None
-    return (
-        f"{FLAG}: {_listed(files)} of {folder} {'runs' if len(files) == 1 else 'run'} with your permissions. Read {_pronoun(files)} first."
-    )
+    runs = "runs" if len(files) == 1 else "run"
+    return f"{FLAG}: {_listed(files)} of {folder} {runs} with your permissions. Read {_pronoun(files)} first." if files else None
 
 
 def _not_trusted(folder: Path, flag: str) -> Problem | None:
-    names_by_use = {"the tokenizer": _tokenizer_alone_here(folder), "the configuration": _configuration_alone_here(folder)}
-    names = {use: name for use, name in names_by_use.items() if name}
+    names: dict[str, str] = {}
+    for file, (use, auto_class, key, sources) in _PROVIDED.items():
+        kind = read_object(folder / file).get(key)
+        is_provided = isinstance(kind, str) and any(_is_named(kind, *source) for source in sources)
+        if not is_provided and (name := _classes(folder, file).get(auto_class)):
+            names[use] = name
     if not names:
         return None
     files = files_that_run(folder) or sorted(set(names.values()))
@@ -68,36 +76,22 @@ def _not_trusted(folder: Path, flag: str) -> Problem | None:
         f"{flag}: {' and '.join(names)} of {folder} {'is' if len(names) == 1 else 'are'} custom code ({_listed(files)}), which is not run. "
         f"Read {_pronoun(files)}; if you trust {_pronoun(files)}, use {FLAG} true."
     )
-    return Problem(flags=(flag, FLAG), message=message)
+    return problem_with((flag, FLAG), message)
 
 
 def _not_here(folder: Path, flag: str) -> Problem | None:
     for file in _RUN:
         for name in _classes(folder, file).values():
-            parts = _CLASS.fullmatch(name)
-            if parts is None:
-                problem_text = f"{flag}: {file} of {folder} refers to code in another place ({name}), which is not downloaded."
-                last = name.rpartition("--")[2].rpartition("/")[2]
-                return Problem(flags=(flag, FLAG), message=f"{problem_text} Copy its file into the folder, and write {last} there.")
-            if not (folder / f"{parts[1]}.py").is_file():
-                message = f"{flag}: {file} of {folder} refers to {parts[1]}.py, which is missing. Copy it from the source of the model."
-                return Problem(flags=(flag, FLAG), message=message)
+            parts, last = _CLASS.fullmatch(name), name.rpartition("--")[2].rpartition("/")[2]
+            if parts and (folder / f"{parts[1]}.py").is_file():
+                continue
+            reason = (
+                f"{parts[1]}.py, which is missing. Copy it from the source of the model."
+                if parts
+                else f"code in another place ({name}), which is not downloaded. Copy its file into the folder, and write {last} there."
+            )
+            return problem_with((flag, FLAG), f"{flag}: {file} of {folder} refers to {reason}")
     return None
-
-
-def _tokenizer_alone_here(folder: Path) -> str | None:
-    """Return the class of a tokenizer that transformers does not provide; None if it does."""
-    name = _classes(folder, TOKENIZER).get("AutoTokenizer")
-    tokenizer_class = read_object(folder / TOKENIZER).get("tokenizer_class")
-    registries = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
-    return None if isinstance(tokenizer_class, str) and any(_is_named(tokenizer_class, *entry) for entry in registries) else name
-
-
-def _configuration_alone_here(folder: Path) -> str | None:
-    """Return the class of a configuration that neither transformers nor vLLM provides, so that vLLM would not start; else None."""
-    name, kind = _classes(folder, CONFIG).get("AutoConfig"), read_object(folder / CONFIG).get("model_type")
-    registries = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
-    return None if isinstance(kind, str) and any(_is_named(kind, *entry) for entry in registries) else name
 
 
 def _is_named(word: str, package: str, file: str) -> bool:
@@ -116,12 +110,8 @@ def read_source(package: str, file: str) -> str | None:
 
 def _classes(folder: Path, file: str) -> dict[str, str]:
     """Return the classes of a settings file that run here. Processors run only for vision-language models."""
-    class_names, is_multimodal = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
-    return {
-        auto_class: class_names[auto_class]
-        for auto_class in _RUN[file]
-        if auto_class in class_names and (is_multimodal or "Processor" not in auto_class)
-    }
+    auto_map, is_multimodal = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
+    return {name: auto_map[name] for name in _RUN[file] if name in auto_map and (is_multimodal or "Processor" not in name)}
 
 
 def _auto_map(folder: Path, file: str) -> dict[str, str]:
@@ -131,11 +121,8 @@ def _auto_map(folder: Path, file: str) -> dict[str, str]:
     """
     entries: Any = read_object(folder / file).get("auto_map")
     auto_map = {"AutoTokenizer": entries} if isinstance(entries, list) else entries if isinstance(entries, dict) else {}
-    chosen = {
-        auto_class: next((x for x in reversed(value) if x), None) if isinstance(value, list) else value
-        for auto_class, value in auto_map.items()
-    }
-    return {auto_class: value for auto_class, value in chosen.items() if isinstance(value, str)}
+    last = {name: [*filter(None, value)][-1:] if isinstance(value, list) else [value] for name, value in auto_map.items()}
+    return {name: value for name, values in last.items() for value in values if isinstance(value, str)}
 
 
 def _with_imported(folder: Path, classes: list[str]) -> list[str]:
@@ -146,13 +133,9 @@ def _with_imported(folder: Path, classes: list[str]) -> list[str]:
         path = folder / f"{waiting.pop(0)}.py"
         if path.name not in files and path.is_file():
             files[path.name] = None
-            waiting += _imported(path)
+            imported = _RELATIVE.findall(path.read_text(encoding="utf-8", errors="replace"))
+            waiting += [name for pair in imported for name in pair if name]
     return list(files)
-
-
-def _imported(path: Path) -> Iterator[str]:
-    for names in _RELATIVE.findall(path.read_text(encoding="utf-8", errors="replace")):
-        yield from filter(None, names)
 
 
 def _listed(names: list[str]) -> str:
