@@ -15,7 +15,7 @@ import yaml
 from megatron_grpo.cli import main
 from megatron_grpo.run import inputs
 from megatron_grpo.run.config import resolve
-from megatron_grpo.run.data import checks, prompts
+from megatron_grpo.run.data import checks
 from tools import compatibility
 
 REFUSALS = yaml.safe_load((Path(__file__).parents[1] / "refusals.yaml").read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def ask(tmp_path, capsys, monkeypatch):
 
 
 def test_a_refusal_that_only_rows_show_is_what_reading_them_says():
-    said = [inspect.getsource(checks.check_for_episodes), prompts.BLIND]
+    said = [inspect.getsource(checks.check_for_episodes), checks.BLIND]
     said += [
         why
         for typed in ("--rollout_func a.py:f", "--async_rollout_depth 1", "--teacher_model a", "--teacher_model_server http://t:1")

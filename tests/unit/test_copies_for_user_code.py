@@ -20,6 +20,7 @@ from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
 from megatron_grpo.plugins.environments.rollout_func_output import TokenLimits, completion_requests, convert_completions
 from megatron_grpo.run.config.settings import DataConfig
+from megatron_grpo.run.data.checks import check_lengths
 from megatron_grpo.run.data.prompts import PromptStream, load_rows
 from megatron_grpo.run.python_objects import copy_for_user
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction
@@ -89,7 +90,7 @@ def test_a_reward_that_edits_prompts_and_completions_changes_no_other_and_the_ru
     path.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": f" Q{n} "}], "n": [n]}) + "\n" for n in range(6)))
 
     def stream():
-        return PromptStream(load_rows(DataConfig(dataset=str(path))), lambda raw: [1], seed=0)
+        return PromptStream(check_lengths(load_rows(DataConfig(dataset=str(path))), lambda raw: [1], DataConfig()), seed=0)
 
     def trims(prompts, completions, **columns):
         for prompt, completion in zip(prompts, completions):
@@ -109,7 +110,7 @@ def test_the_fingerprint_of_rows_that_a_program_changes_later_is_that_of_the_row
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": CHAT}) + "\n")
     rows = load_rows(DataConfig(dataset=str(path)))
-    stream = PromptStream(rows, lambda raw: [1], seed=0)
+    stream = PromptStream(check_lengths(rows, lambda raw: [1], DataConfig()), seed=0)
     before = stream.state()["fingerprint"]
     rows.rows[0]["prompt"][0]["content"] = "another"
     assert stream.state()["fingerprint"] == before

@@ -29,7 +29,7 @@ from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, decode_completion, end_of_prompt, find_opened_tag
-from megatron_grpo.run.data.checks import PromptDataset, check_images, check_template, encoded
+from megatron_grpo.run.data.checks import PromptDataset, check_images, check_template, encoded, spread_indices
 from megatron_grpo.run.data.prompts import load_rows
 from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs, settings_of_sampler
 from megatron_grpo.run.plug_ins import READERS
@@ -173,7 +173,7 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
             inputs.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=inputs.image_spec
         )
         _check_prompts(result, cfg, rows, encode)
-        batches = _batches(result, cfg, inputs, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
+        batches = _batches(result, cfg, inputs, rows, spread_indices(len(rows), num_rows), encode)
         for function in inputs.rewards:
             _check_reward(result, cfg, rows, batches, function)
         _check_rewards_together(result, cfg, batches)
@@ -188,7 +188,7 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
 def _check_prompts(result: DryRun, cfg: Config, rows: PromptDataset, encode: PromptEncoder) -> None:
     tokens: list[int] = []  # of each image
     lengths, rejections = [], Counter[str]()
-    for index in _spread(len(rows), MOST_LENGTHS):
+    for index in spread_indices(len(rows), MOST_LENGTHS):
         try:
             images, token_ids = rows.images(index), encoded(rows, encode, index)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything, and such errors are what this looks for
@@ -228,10 +228,6 @@ def _check_limit(result: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
 
 
 _TRUNCATED = {"delete": "skips them", "left": "removes their first tokens, and with them the start of the chat template"}
-
-
-def _spread(size: int, max_items: int) -> Iterator[int]:
-    yield from (range(size) if size <= max_items else (round(i * (size - 1) / (max_items - 1)) for i in range(max_items)))
 
 
 # -- rewards ------------------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from megatron_grpo.run.data.tokens import TokenLists
 if TYPE_CHECKING:
     from megatron_grpo.run.data.image_dataset import ImageStore
 
+BLIND = "streaming supports text only: the sampler needs the largest number of images per prompt, which requires reading all rows"
 SLOWEST = 60.0  # seconds allowed for tokenizing one prompt; the longest take some hundredths of a second
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that hold media by common convention
 _OWN_SOURCE = ("image", "image_url", "url", "path", "base64")
@@ -189,7 +190,7 @@ def check_rows(
     image_spec: ImageProcessorSpec | None = None,
     is_blind: bool = True,
 ) -> PromptDataset:
-    """Check that every row holds a prompt. Needs no tokenizer and opens no image.
+    """Check that every row holds a prompt, and with `streaming` no image. Needs no tokenizer and opens no image.
 
     Args:
         image_spec: Image processor of the model, if it is a vision-language model.
@@ -239,7 +240,20 @@ def check_rows(
     if problems:
         raise ConfigError(problems)
     counts: dict[str, Any] = {"named": names_found, "filled": filled, "nan": nan, "num_strings": strings, "num_unused_messages": unused}
-    return PromptDataset(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, **counts)
+    prompts = PromptDataset(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, **counts)
+    if is_streamed(cfg, flag):
+        check_without_images(prompts, flag, BLIND)
+    return prompts
+
+
+def is_streamed(cfg: DataConfig, flag: str) -> bool:
+    """Return whether rows are read during the run. Evaluations use every row, so held-out sets are read before it."""
+    return cfg.streaming and flag == "dataset"
+
+
+def spread_indices(size: int, at_most: int) -> Sequence[int]:
+    """Return up to `at_most` evenly spaced indices of `size` items."""
+    return range(size) if size <= at_most else [round(i * (size - 1) / max(1, at_most - 1)) for i in range(at_most)]
 
 
 def check_images(prompts: PromptDataset, *, at_most: int | None = None) -> None:
@@ -254,9 +268,7 @@ def check_images(prompts: PromptDataset, *, at_most: int | None = None) -> None:
     if prompts.image_store is None:
         return
     rows = np.flatnonzero(prompts.image_store.counts)
-    if at_most is not None and len(rows) > at_most:
-        rows = rows[np.linspace(0, len(rows) - 1, at_most).astype(np.int64)]
-    if problems := prompts.image_store.faults(rows.tolist()):
+    if problems := prompts.image_store.faults(rows[spread_indices(len(rows), at_most or len(rows))].tolist()):
         raise ConfigError(problems)
 
 

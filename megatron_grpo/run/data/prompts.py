@@ -25,7 +25,7 @@ from megatron_grpo.run.config.evaluation import SPLIT
 from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import checks, files
 from megatron_grpo.run.data.chat import PromptEncoder
-from megatron_grpo.run.data.checks import Encode, PromptDataset
+from megatron_grpo.run.data.checks import PromptDataset, is_streamed, spread_indices
 from megatron_grpo.run.data.files import ConcatRows, Row, read_rows, split_count
 from megatron_grpo.run.data.tokens import FEW, TokenLists, cached_table, compute_cache_key
 
@@ -33,7 +33,6 @@ _SPLIT_EPOCH = 1 << 62  # epoch number of the held-out permutation, distinct fro
 _DRAW_EPOCH = _SPLIT_EPOCH + 1
 # An all-gather over ranks of (problem with the rank's rows, or ""; checksum of the rows).
 Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
-BLIND = "streaming supports text only: the sampler needs the largest number of images per prompt, which requires reading all rows"
 
 
 def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int) -> ConcatRows:
@@ -190,26 +189,12 @@ def load_rows(
         ConfigError: If the data set cannot be read or a row holds no usable prompt.
     """
     names = list_dataset_names(cfg, dataset, flag)
-    check = partial(_check_rows, cfg=cfg, names=names, flag=flag, image_spec=image_spec, is_blind=is_blind)
+    check = partial(checks.check_rows, cfg=cfg, names=names, flag=flag, image_spec=image_spec, is_blind=is_blind)
     if is_streamed(cfg, flag):
         from megatron_grpo.run.data.streamed import open_sets, read_beginning
 
         return read_beginning(open_sets(cfg, names, flag), check, cfg)
     return check(read_sets(cfg, names, flag=flag, seed=seed))
-
-
-def _check_rows(
-    rows: ConcatRows, cfg: DataConfig, names: Sequence[str], flag: str, image_spec: ImageProcessorSpec | None, *, is_blind: bool = True
-) -> PromptDataset:
-    prompts = checks.check_rows(rows, cfg, names, flag=flag, image_spec=image_spec, is_blind=is_blind)
-    if is_streamed(cfg, flag):
-        checks.check_without_images(prompts, flag, BLIND)
-    return prompts
-
-
-def is_streamed(cfg: DataConfig, flag: str) -> bool:
-    """Return whether rows are read during the run. Evaluations use every row, so held-out sets are read before it."""
-    return cfg.streaming and flag == "dataset"
 
 
 def list_dataset_names(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
@@ -264,7 +249,7 @@ def open_stream(
     shuffle = cfg.dataset_shuffle if shuffle is None else shuffle
 
     def check(rows: ConcatRows) -> PromptDataset:
-        prompts = _check_rows(rows, cfg, names, flag, image_spec)
+        prompts = checks.check_rows(rows, cfg, names, flag=flag, image_spec=image_spec)
         if tools is not None:
             checks.check_for_episodes(prompts, flag)
         return _tokenize(prompts, cfg, encode, flag)
@@ -272,9 +257,8 @@ def open_stream(
     if is_streamed(cfg, flag):
         from megatron_grpo.run.data.streamed import StreamedPrompts, open_sets
 
-        return StreamedPrompts(open_sets(cfg, names, flag), check, encode, cfg=cfg, seed=seed, shuffle=shuffle)
-    rows = check(read_sets(cfg, names, flag=flag, seed=seed))
-    return PromptStream(rows, encode, seed=seed, shuffle=shuffle)
+        return StreamedPrompts(open_sets(cfg, names, flag), check, cfg=cfg, seed=seed, shuffle=shuffle)
+    return PromptStream(check(read_sets(cfg, names, flag=flag, seed=seed)), seed=seed, shuffle=shuffle)
 
 
 def _tokenize(rows: PromptDataset, cfg: DataConfig, encode: PromptEncoder, flag: str) -> PromptDataset:
@@ -299,6 +283,7 @@ class PromptStream:
     """An endless stream of prompts in a seeded order. `number` counts prompts over the whole run; row and epoch follow from it.
 
     Args:
+        rows: Rows with their tokens, from `check_lengths`.
         seed: Seed of the order.
         shuffle: Whether each epoch is a permutation; False keeps the order of the data set.
     """
@@ -313,10 +298,10 @@ class PromptStream:
     epoch_multiple = 1  # prompts per epoch are a multiple of this (dataset_drop_last)
     taken = 0  # prompts since the start of the run
 
-    def __init__(self, rows: PromptDataset, encode: Encode, *, seed: int, shuffle: bool = True):
-        self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
+    def __init__(self, rows: PromptDataset, *, seed: int, shuffle: bool = True):
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
         # Taken before user code runs, which may hold the rows.
-        self._fingerprint = _compute_checksum([rows.raw(index) for index in _spread(len(rows))])
+        self._fingerprint = _compute_checksum([rows.raw(index) for index in spread_indices(len(rows), 16)])
         self._order: tuple[Any, np.ndarray] = (None, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -330,13 +315,8 @@ class PromptStream:
 
     @property
     def longest_prompt(self) -> int:
-        """Length of the longest prompt in tokens.
-
-        Raises:
-            ValueError: If `check_lengths` has not been called on the rows.
-        """
-        if self.rows.longest_prompt is None:
-            raise ValueError("call check_lengths before opening a stream")
+        """Length of the longest prompt in tokens."""
+        assert self.rows.longest_prompt is not None  # known since `check_lengths`
         return self.rows.longest_prompt
 
     def agree_by(self, gather: Ask) -> None:
@@ -425,7 +405,8 @@ or start a new run in another output_dir."
 
     def _prompt(self, number: int) -> Prompt:
         rows, index, row = self._found(number)
-        token_ids = tuple(checks.encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[int(rows.keep[index])]
+        assert rows.tokens is not None  # known since `check_lengths`
+        token_ids = rows.tokens[int(rows.keep[index])]
         columns, images = rows.columns(index), _place_images(rows, index, token_ids)
         return Prompt(number=number, row=row, raw=rows.raw(index), token_ids=token_ids, columns=columns, images=images)
 
@@ -436,11 +417,6 @@ or start a new run in another output_dir."
             number: Number of the prompt since the start of the run, from 0.
         """
         return () if self.rows.image_store is None else self._prompt(number).images
-
-
-def _spread(size: int) -> list[int]:
-    """Return up to 16 evenly spaced indices."""
-    return sorted({round(i * (size - 1) / 15) for i in range(16)}) if size else []
 
 
 def _compute_checksum(values: Sequence[Any]) -> int:

@@ -24,7 +24,7 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, RowsError, RunE
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import checks
-from megatron_grpo.run.data.checks import Encode, PromptDataset
+from megatron_grpo.run.data.checks import PromptDataset
 from megatron_grpo.run.data.files import NAMED_ROWS, ConcatRows, RawRow, Source, concatenated, open_source, split_count
 from megatron_grpo.run.data.prompts import Ask, PromptStream, conversion, find_shares, rows_per_epoch
 
@@ -196,7 +196,6 @@ class StreamedPrompts(PromptStream):
         self,
         source: Source,
         check: Callable[[ConcatRows], PromptDataset],
-        encode: Encode,
         *,
         cfg: DataConfig,
         seed: int,
@@ -219,7 +218,7 @@ class StreamedPrompts(PromptStream):
         # Assume the maximum length for prompts that have not been read yet.
         begin = self._collect_rows(self._marks[-1])
         begin = replace(begin, is_beginning=True, longest_prompt=cfg.max_prompt_length or begin.longest_prompt)
-        super().__init__(begin, encode, seed=seed, shuffle=shuffle)
+        super().__init__(begin, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         raise TypeError("the number of prompts of a streamed data set is unknown")

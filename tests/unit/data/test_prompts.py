@@ -30,7 +30,7 @@ def ten(tmp_path):
 
 
 def stream(rows, **options):
-    return PromptStream(rows, encode, **{"seed": 7, **options})
+    return PromptStream(rows if rows.tokens else check_lengths(rows, encode, DataConfig()), **{"seed": 7, **options})
 
 
 def test_every_epoch_is_a_permutation_without_replacement(ten):

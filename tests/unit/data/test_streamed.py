@@ -173,7 +173,7 @@ def test_what_was_trained_on_is_not_read_again_to_go_on(tmp_path):
     whole = before.take(800)
     cfg, begun = config(path), []
     source = open_sets(cfg, [path], "dataset")
-    after = StreamedPrompts(lambda at: begun.append(at) or source(at), opened(path)._check, before.encode, cfg=cfg, seed=7)
+    after = StreamedPrompts(lambda at: begun.append(at) or source(at), opened(path)._check, cfg=cfg, seed=7)
     before.give_back(10)
     after.restore(before.state())
     assert after.take(10) == whole[790:]

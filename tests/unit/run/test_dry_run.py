@@ -74,6 +74,11 @@ def test_what_is_sound_is_exit_0_with_lengths_scores_and_the_prompt(dry_run):
     assert {kind: one["scores"] for kind, one in kinds.items()} == {"its answer": [1.0] * 4, "nothing": [0.0] * 4, "garbage": [0.0] * 4}
 
 
+def test_one_row_of_several_can_be_tried(dry_run):
+    code, found = dry_run("right", more="--rows 1")
+    assert (code, found["rewards"]["right"]["its answer"]["scores"]) == (0, [1.0])
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
