@@ -16,6 +16,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -82,7 +83,7 @@ def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
     """
     sources = [_open_set(name, cfg, flag) for name in names]
     shares = find_shares(cfg, len(sources))
-    return _mixed(sources, shares, cfg) if shares else concatenated(sources)
+    return _repeated(sources, shares, partial(rows_per_epoch, shares=shares, cfg=cfg)) if shares else concatenated(sources)
 
 
 def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
@@ -105,27 +106,7 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
         for entry in source(position):
             yield entry if isinstance(entry.row, str) else entry._replace(row=convert(entry.row))
 
-    return converted if count is None else _limited(converted, count)
-
-
-def _limited(source: Source, count: int) -> Source:
-    """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
-
-    def begin(position: Any) -> Iterator[RawRow]:
-        num_before, inner = position or (0, None)
-        for number, entry in enumerate(islice(_repeated(source, inner), count - num_before), start=num_before + 1):
-            yield entry._replace(after=[number, entry.after])
-
-    return begin
-
-
-def _repeated(source: Source, position: Any) -> Iterator[RawRow]:
-    """Yield the rows after a position, and then all rows again and again."""
-    yield from source(position)
-    while True:
-        reader = source(None)
-        yield _existing(next(reader, None))
-        yield from reader
+    return converted if count is None else _repeated([converted], [1.0], lambda sizes: [count])
 
 
 def _existing(entry: RawRow | None) -> RawRow:
@@ -139,16 +120,21 @@ def _existing(entry: RawRow | None) -> RawRow:
     return entry
 
 
-def _mixed(sources: Sequence[Source], shares: Sequence[float], cfg: DataConfig) -> Source:
+def _repeated(
+    sources: Sequence[Source], shares: Sequence[float], count_rows: Callable[[Sequence[int | None]], Sequence[int] | None]
+) -> Source:
     """Interleave sources of unknown length like `read_sets`. A source that is exhausted starts again.
 
     A position holds, per source, the rows it has yielded, the position in it, and its length if known. The length becomes known with the
     last row, so by then a set may have yielded one row more than its share of the epoch.
+
+    Args:
+        count_rows: Maps the length of each source, None where unknown, to the rows that an epoch takes of each; None while it has no end.
     """
 
     def find_incomplete(counts: Sequence[int], sizes: Sequence[int | None]) -> list[int]:
         """Return the sources that have not yielded their share of the epoch."""
-        most = rows_per_epoch(sizes, shares, cfg)
+        most = count_rows(sizes)
         return [number for number, count in enumerate(counts) if most is None or count < most[number]]
 
     def begin(position: Any) -> Iterator[RawRow]:
