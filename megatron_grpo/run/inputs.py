@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_grpo.core.base import launcher
-from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
+from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape, read_config
 from megatron_grpo.run import plug_ins
@@ -30,7 +30,6 @@ from megatron_grpo.run.data.chat import (  # fmt: skip
     load_tokenizer,
     read_end_ids,
     unread_names,
-    unread_options,
 )
 from megatron_grpo.run.models import as_teacher_problem, find_model, read_image_spec
 from megatron_grpo.run.rewards.loading import check_columns, close_rewards, load_rewards
@@ -201,11 +200,12 @@ def settings_of_sampler(cfg: Config, tokenizer: Any) -> Config:
     return cfg.with_values(values)
 
 
-def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with `chat_template_kwargs` that the chat template does not read, and note an `enable_thinking` that it does not."""
+def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
+    """Yield problems with `chat_template_kwargs` that the chat template does not read, and note an `enable_thinking` that it does not."""
     if cfg.data.enable_thinking is not None and unread_names(inputs.tokenizer, ["enable_thinking"]):
         inputs.notes = [*inputs.notes, "enable_thinking has no effect: the model's chat template has no variable of that name."]
-    return unread_options(inputs.tokenizer, cfg.data.chat_template_kwargs)
+    for name in unread_names(inputs.tokenizer, cfg.data.chat_template_kwargs):
+        yield problem_with("chat_template_kwargs", f"chat_template_kwargs: the model's chat template has no variable {name}.")
 
 
 def end_of_answers(cfg: Config, inputs: ValidatedInputs) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base import launcher
-from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, first_line, one_line
+from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, first_line, one_line, problem_with
 from megatron_grpo.core.base.files import process_lock, read_object
 from megatron_grpo.run.config import remote_code
 
@@ -64,9 +64,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
             raise config_error(flag, f"{flag} {path!r}: transformers cannot load its config.json: {reason}") from error
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise config_error(flag, f"{flag} {path!r} has no tokenizer that can be loaded: {reason}") from error
-    if (
-        not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
-    ):  # transformers returns an empty tokenizer if its files are missing
+    # transformers returns an empty tokenizer if its files are missing.
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise config_error(flag, f"{flag} {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")
     return tokenizer
 
@@ -210,11 +209,11 @@ class SpecialTokens:
         """Yield a problem for each stop string that never occurs, because a special token is a part of it."""
         for text in self.split_stop(stop)[0]:
             if token := next((token for token in sorted(self.ids, key=len, reverse=True) if token and token in text), None):
-                message = (
+                yield problem_with(
+                    ("stop", "generation_kwargs"),
                     f"stop {text!r} contains the special token {token!r}, and completions are searched for stop strings without special "
-                    f"tokens, so it would never stop. Use --stop {token!r} alone, or --generation_kwargs skip_special_tokens=false."
+                    f"tokens, so it would never stop. Use --stop {token!r} alone, or --generation_kwargs skip_special_tokens=false.",
                 )
-                yield Problem(flags=("stop", "generation_kwargs"), message=message)
 
     def hides_tags(self, tags: Sequence[str]) -> bool:
         """Return whether one of these tags, or of `READ_TAGS`, is a special token, which the text of a completion would not contain."""
@@ -292,14 +291,6 @@ def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
     return with_added[:begin], with_added[begin + len(alone) :]
 
 
-def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
-    """Report entries of `chat_template_kwargs` that the chat template never names."""
-    return [
-        Problem(flags=("chat_template_kwargs",), message=f"chat_template_kwargs: the model's chat template has no variable {name}.")
-        for name in unread_names(tokenizer, options)
-    ]
-
-
 def template_messages(
     raw: Sequence[Mapping[str, Any]], *, system: str | None = None, image_spec: ImageProcessorSpec | None = None
 ) -> list[Mapping[str, Any]]:
@@ -332,19 +323,12 @@ def with_parts(content: Any) -> Any:
 
     Each `<image>` tag in a text becomes a part of type image. A string without tags is returned unchanged.
     """
-    if isinstance(content, str) and TAG not in content:
+    if not isinstance(content, (str, list, tuple)) or (isinstance(content, str) and TAG not in content):
         return content
-    if not isinstance(content, (str, list, tuple)):
-        return content
-    parts: list[dict[str, str]] = []
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if part.get("type") == "image":
-            parts.append({"type": "image"})
-            continue
-        for piece in re.split(f"({re.escape(TAG)})", part["text"]):
-            if piece:
-                parts.append({"type": "image"} if piece == TAG else {"type": "text", "text": piece})
-    return parts
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [TAG if part.get("type") == "image" else part["text"] for part in parts]
+    pieces = [piece for text in texts for piece in re.split(f"({re.escape(TAG)})", text) if piece]
+    return [{"type": "image"} if piece == TAG else {"type": "text", "text": piece} for piece in pieces]
 
 
 @dataclass(frozen=True, slots=True)

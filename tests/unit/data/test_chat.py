@@ -130,9 +130,11 @@ def test_system_is_put_before_messages_that_have_none(tokenizer):
 
 
 def test_what_the_template_never_names_is_refused(tokenizer):
-    from megatron_grpo.run.data.chat import unread_options
+    from megatron_grpo.run.config.settings import Config
+    from megatron_grpo.run.inputs import ValidatedInputs, template_options
 
-    [problem] = unread_options(tokenizer, {"enable_thinking": True, "enable_thinkin": True})
+    cfg = Config().with_values({"chat_template_kwargs": {"enable_thinking": True, "enable_thinkin": True}})
+    [problem] = template_options(cfg, ValidatedInputs(tokenizer=tokenizer))
     assert problem.message == "chat_template_kwargs: the model's chat template has no variable enable_thinkin."
 
 
