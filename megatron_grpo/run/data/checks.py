@@ -307,9 +307,8 @@ def check_lengths(
     Raises:
         ConfigError: If a prompt has no tokens, if no prompt remains (unless `may_be_none`), or, with `raise`, if a prompt is too long.
     """
-    limit = (
-        cfg.max_prompt_length if (cfg.max_prompt_length or 0) >= 1 else None
-    )  # values below one are reported by the checks of the settings
+    # Values below one are reported by the checks of the settings.
+    limit = cfg.max_prompt_length if (cfg.max_prompt_length or 0) >= 1 else None
     tokens = tokens or tokenised(prompts, encode, flag)
     lengths = tokens.lengths
     empty = np.flatnonzero(lengths == 0)

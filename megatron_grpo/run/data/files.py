@@ -350,9 +350,8 @@ def _list_files(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
     known_splits = dict.fromkeys([*filter(None, [split]), *_SPLITS])
     by_split = {known: split_files for known in known_splits if (split_files := [name for name in names if _is_named_after(known, name)])}
     unnamed_files = [name for name in names if not any(_is_named_after(known, name) for known in known_splits)]
-    if (
-        unnamed_files and "train" not in by_split
-    ):  # files that are named after no split are trained; their directories are not configurations
+    # Files that are named after no split are trained; their directories are not configurations.
+    if unnamed_files and "train" not in by_split:
         by_split["train"] = unnamed_files
     split = choose_split(list(by_split), split, str(path), flag)
     split_files = by_split[split]
@@ -547,11 +546,11 @@ def _table(parquet: Any, file: Path, name: str, flag: str, limit: int) -> Any:
             num_bytes += batch.nbytes
             if num_bytes > limit:
                 num_rows = sum(len(batch) for batch in batches)
-                raise config_error(flag, (
+                message = (
                     f"{name} ({file.stat().st_size:,} bytes) has {source.metadata.num_rows:,} rows; the first {num_rows:,} already fill "
-                    "the "
-                    f"memory limit for one file: {limit:,} bytes, half of the free memory. Split it into smaller data sets."
-                ))  # fmt: skip
+                    f"the memory limit for one file: {limit:,} bytes, half of the free memory. Split it into smaller data sets."
+                )
+                raise config_error(flag, message)
             batches.append(batch)
         return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
 
