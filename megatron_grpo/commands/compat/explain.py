@@ -1,24 +1,15 @@
-"""Notes for users of another system: what is the same under the native names, and what differs."""
+"""Notes for users of another system: what is the same under the native names, and what differs. `explain.yaml` has the sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.commands.compat.tables import contents
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.batch_sizes import BatchSizes
     from megatron_grpo.run.config.settings import Config, RunConfig
-
-_SWIFT_ARGS = (
-    "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: this is done \
-here if the number of rows is known (num_prompts). What differs: rows of an epoch that do not fill micro_batch_size x dp_size are dropped \
-there, and used here."
-)
-
-_STEPS_RULE = (
-    "Its guide requires steps_per_generation ({w}) to be a multiple of gradient_accumulation_steps ({a}). Neither its code nor this \
-package does: rollouts straddle optimizer steps, and rows that are stale get a forward-only pass."
-)
 
 
 def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_steps: int | None = None) -> Iterator[str]:
@@ -27,65 +18,22 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
     Args:
         max_steps: Optimizer steps; None if not given.
     """
-    steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
-    times = (
-        f"{steps:g} optimizer step{'' if steps == 1 else 's'}"
-        if sizes.num_iterations == 1
-        else f"{steps * sizes.num_iterations:g} optimizer steps ({sizes.num_iterations} passes of {steps:g})"
-    )
-    statement = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this configuration"
-    if dialect in ("trl", "ms-swift"):
-        w, title = sizes.micro_steps_per_rollout, {"trl": "TRL"}.get(dialect, dialect)
-        yield (
-            f"{statement}. {title} counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = "
-            f"{steps:g}, "
-            "which is steps_per_generation here."
-        )
-        if dialect == "ms-swift" and w % a:
-            yield _STEPS_RULE.format(w=w, a=a)
-        yield (
-            f"What differs from {title}: it shuffles samples after generation, so the group of a prompt is spread over several steps; here "
-            "groups stay together."
-        )
-    elif dialect in ("skyrl", "skyrl-doc"):
-        mini, n, rollout = foreign["policy_mini_batch_size"], sizes.num_generations, sizes.generation_batch_size
-        readings = {"skyrl": ("prompts, as SkyRL's code does", mini * n), "skyrl-doc": ("completions, as SkyRL's guide says", mini)}
-        unit, size = readings[dialect]
-        other_how, other_size = readings["skyrl-doc" if dialect == "skyrl" else "skyrl"]
-        yield (
-            f"{statement}. policy_mini_batch_size ({mini}) is read in {unit}: {size} completions an optimizer step, with "
-            f"gradient_accumulation_steps {a}. Read in {other_how}, it would be {other_size} completions and {rollout / other_size:g} "
-            "optimizer steps "
-            "per rollout."
-        )
-    elif dialect == "verl":
-        mini, n = foreign["ppo_mini_batch_size"], sizes.num_generations
-        yield (
-            f"{statement}. verl counts ppo_mini_batch_size ({mini}) in prompts, and its workers multiply it by rollout.n: {mini} x {n} = "
-            f"{sizes.global_batch_size} completions an optimizer step, with gradient_accumulation_steps {a}. One step of its trainer is "
-            "one rollout."
-        )
-        yield (
-            "What differs from verl: it computes old log-probs of every rollout in a separate pass; here only of rows that are stale when "
-            "they are first trained."
-        )
-    elif dialect == "slime":
-        yield (
-            f"{statement}. slime counts global_batch_size in samples, as here, and rollout_batch_size in prompts: "
-            f"{sizes.num_rollout_prompts} x "
-            f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout; an epoch has as "
-            "many rollouts as its rows fill, here too if their number is known (num_prompts)."
-        )
-    elif dialect == "swift-megatron":
-        yield f"{statement}: names and meanings of the sizes are Megatron-SWIFT's. {_SWIFT_ARGS}"
-    elif dialect == "cs336":
-        yield f"{statement}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
-        per_rollout = steps * sizes.num_iterations
-        if max_steps is not None and per_rollout != 1:
-            yield (
-                f"n_grpo_steps ({max_steps}) counts optimizer steps here. With {per_rollout:g} optimizer steps per rollout this is "
-                f"{max_steps / per_rollout:g} rollouts; for {max_steps} rollouts use max_steps {max_steps * per_rollout:g}."
-            )
+    steps, passes, rollout = sizes.steps_per_generation, sizes.num_iterations, sizes.generation_batch_size
+    per_rollout, mini = steps * passes, foreign.get("policy_mini_batch_size", foreign.get("ppo_mini_batch_size", 1))
+    plural, in_passes = "" if steps == passes == 1 else "s", f" ({passes} passes of {steps:g})" if passes > 1 else ""
+    statement = f"Your old setup took {per_rollout:g} optimizer step{plural}{in_passes} per rollout of {rollout} completions"
+    facts: dict[str, Any] = {
+        "title": {"trl": "TRL"}.get(dialect, dialect), "statement": f"{statement}; so does this configuration", "sizes": sizes,
+        "steps": steps, "micro_steps": sizes.micro_steps_per_rollout, "accumulation": sizes.gradient_accumulation_steps,
+        "rest": sizes.micro_steps_per_rollout % sizes.gradient_accumulation_steps, "mini": mini,
+        "mini_completions": mini * sizes.num_generations, "steps_of_mini": rollout / mini,
+        "steps_of_mini_completions": rollout / (mini * sizes.num_generations),
+        "max_steps": max_steps, "counts_steps": max_steps is not None and per_rollout != 1, "steps_per_rollout": per_rollout,
+        "rollouts": (max_steps or 0) / per_rollout, "steps_of_rollouts": (max_steps or 0) * per_rollout,
+    }  # fmt: skip
+    for row in contents("explain")[dialect]:
+        if isinstance(row, str) or facts[row["if"]]:
+            yield (row if isinstance(row, str) else row["say"]).format_map(facts)
 
 
 def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None) -> tuple[int | None, list[str]]:
