@@ -191,8 +191,7 @@ class SourceFramework:
         hides: Native names that are unknown, or mean something else, in this vocabulary.
         products: Native size -> (unit, foreign name).
         prefixes: Sections of its files that may precede the name of a size: "trainer.".
-        sections: Sections that are omitted in the keys of `names`.
-        heads: Section -> first parts of names that occur in no other section.
+        sections: Sections that are omitted in the keys of `names` -> first parts of names that occur in no other section.
         patterns: Names not in `names`, without sections: "ref.*".
         implies: Native settings that the dialect sets.
         trains_tower: Whether the vision tower trains by default.
@@ -206,8 +205,7 @@ class SourceFramework:
     hides: Sequence[str] = ()
     products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     prefixes: Sequence[str] = ()
-    sections: Sequence[str] = ()
-    heads: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, FrameworkArg] = field(default_factory=dict)
     patterns: Mapping[str, FrameworkArg] = field(default_factory=dict)
     defaults: Sequence[FrameworkDefault] = ()
@@ -249,7 +247,7 @@ class SourceFramework:
     def _is_astray(self, name: str) -> bool:
         section = next((section for section in self.sections if name.startswith(section)), "")
         head = name.removeprefix(section).partition(".")[0]
-        return any(head in words.split() for other_section, words in self.heads.items() if section and other_section != section)
+        return any(head in words.split() for other_section, words in self.sections.items() if section and other_section != section)
 
     def knows(self, name: str) -> bool:
         """Return whether the dialect has this name.

@@ -64,7 +64,6 @@ def load(name: str) -> SourceFramework:
     table = contents(name)
     rows = read_table(name)
     sizes = {size: _size(size, **row) for size, row in table.get("sizes", {}).items()}
-    sections = table.get("sections", {})
     return SourceFramework(
         name=table.get("name", name),
         title=table["title"],
@@ -72,8 +71,7 @@ def load(name: str) -> SourceFramework:
         products={native: _product(row) for native, row in table.get("products", {}).items()},
         hides=[flag for flag in SIZES if flag not in table.get("shows", "").split()] if sizes else (),
         prefixes=table.get("prefixes", "").split(),
-        sections=tuple(sections),
-        heads={section: heads for section, heads in sections.items() if heads},
+        sections=table.get("sections", {}),
         names={name: row for name, row in rows.items() if "*" not in name},
         patterns={name: rows[name] for name in sorted(rows, key=len, reverse=True) if "*" in name},
         defaults=[_default(name, row) for name, row in table.get("defaults", {}).items()],
