@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, FrameworkArgs, SettingChange
@@ -304,14 +305,16 @@ def adapted(args: FrameworkArgs, section: str) -> dict[str, list[str]]:
     return result
 
 
-def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[SettingChange]:
+def soft_overlong(values: Mapping[str, Any], args: FrameworkArgs, names: str) -> Iterator[SettingChange]:
     """Translate DAPO's penalty for long completions to the reward soft_overlong (arXiv:2503.14476), added to reward_funcs.
 
     Args:
-        longest: Tokens of the longest completion.
-        buffer: Tokens before `longest` at which the penalty starts.
+        names: Name for messages; foreign name of the tokens before the longest completion's end at which the penalty starts; foreign names
+            of the longest completion's tokens, of which the first that was typed or has a default counts.
     """
-    changes: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
+    name, buffer, *lengths = names.split()
+    longest = next((length for length in lengths if length in args or length in args.defaults), lengths[-1])
+    changes: dict[str, Any] = {"soft_max_length": args.integer(longest), "soft_cache_length": args.integer(buffer)}
     if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
         changes["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
     yield SettingChange(values=changes, note=f"{name} is the reward soft_overlong, in addition to reward_funcs.")
@@ -349,13 +352,15 @@ def holds_out(values: Mapping[str, Any]) -> bool:
     return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
 
 
-def one_eval_completion(values: Mapping[str, Any], **defaults: float) -> Iterator[SettingChange]:
+def one_eval_completion(values: Mapping[str, Any], args: FrameworkArgs, mapping: str) -> Iterator[SettingChange]:
     """Sample one completion per held-out prompt by default.
 
     Args:
-        defaults: Default evaluation settings of the other system, by native name; includes eval_temperature.
+        mapping: Default evaluation settings of the other system, as YAML, by native name; includes eval_temperature. `=name` is the value
+            of another setting.
     """
     if holds_out(values):
+        defaults = {name: _settled(value, values, args) for name, value in parse_yaml(mapping)[0].items()}
         settings = {"num_generations_eval": 1, **defaults}
         if not values.get("eval_temperature", defaults["eval_temperature"]):  # greedy
             cuts = ("eval_top_p", "eval_top_k", "eval_min_p")
@@ -382,6 +387,12 @@ def as_in_training(values: Mapping[str, Any], temperature: float, group: int) ->
         return {}
     defaults = {"eval_temperature": values.get("temperature", temperature), "num_generations_eval": group}
     return {name: value for name, value in defaults.items() if values.get(name) is None}
+
+
+def find_dp_size(values: Mapping[str, Any]) -> int:
+    """Return the number of data-parallel ranks; 8 ranks if their number is not set."""
+    sizes = (values.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
+    return max(1, values.get("world_size", 8) // max(1, prod(sizes)))
 
 
 def set_expert_parallel(values: Mapping[str, Any], args: FrameworkArgs, name: str) -> Iterator[SettingChange]:

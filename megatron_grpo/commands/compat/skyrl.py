@@ -6,17 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.commands.compat.foreign_args import OFF, FrameworkArgs, SettingChange
-from megatron_grpo.commands.compat.settle import (
-    OWN_EPISODES,
-    adapted,
-    holds_out,
-    idle,
-    in_steps,
-    listed,
-    one_eval_completion,
-    set_expert_parallel,
-    soft_overlong,
-)
+from megatron_grpo.commands.compat.settle import OWN_EPISODES, adapted, holds_out, idle, in_steps, listed, set_expert_parallel
 from megatron_grpo.commands.compat.tables import read_steps, sentence
 from megatron_grpo.run.config.table import InvalidValueError
 
@@ -109,12 +99,6 @@ def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Settin
     )
 
 
-def settle_overlong(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate the penalty for long completions of SkyRL's example main_dapo."""
-    longest, buffer = args.integer("sampling_params.max_generate_length"), args.integer("algorithm.overlong_buffer_len")
-    yield from soft_overlong(values, longest, buffer, "algorithm.overlong_buffer_len")
-
-
 def settle_layout(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Apply the layout of SkyRL's strategies."""
     ulysses = args.integer("policy.sequence_parallel_size")
@@ -180,11 +164,6 @@ def settle_counterparts(values: Mapping[str, Any], args: FrameworkArgs) -> Itera
             f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which applies to both here"
         )
     yield from ()
-
-
-def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Sample one greedy completion per held-out prompt."""
-    yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
 
 
 def settle_steps(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.commands.compat.foreign_args import FrameworkArgs, SettingChange
-from megatron_grpo.commands.compat.settle import idle, in_steps, one_eval_completion, own_rewards, read_mapping
+from megatron_grpo.commands.compat.settle import find_dp_size, idle, in_steps, own_rewards, read_mapping
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.run.config.table import InvalidValueError
 
@@ -97,11 +97,6 @@ def settle_seeds(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Set
         yield SettingChange(note=f"seed {args.text('seed')} is also the seed of prompts and sampling: rollout_seed is not read.")
 
 
-def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Sample one completion per held-out prompt, at the temperature of training."""
-    yield from one_eval_completion(values, eval_temperature=values.get("temperature", 1.0))
-
-
 def settle_sizes(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Compute the batch sizes, and count rollouts in optimizer steps."""
     prompts, n = args.integer("rollout_batch_size"), args.integer("n_samples_per_prompt")
@@ -119,10 +114,7 @@ def settle_sizes(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Set
         batch = prompts * n // steps
         yield SettingChange(values={"global_batch_size": batch})
     if not batch:
-        ranks = 1
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            ranks *= values.get(name, 1)
-        batch = args.integer("micro_batch_size") * max(1, values.get("world_size", 8) // max(1, ranks))
+        batch = args.integer("micro_batch_size") * find_dp_size(values)
         yield SettingChange(
             values={"global_batch_size": batch}, note=f"Megatron-LM's global_batch_size is micro_batch_size x dp_size: {batch}."
         )

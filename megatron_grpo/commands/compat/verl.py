@@ -6,16 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.commands.compat.foreign_args import OFF, FrameworkArgs, OtherTaskError, SettingChange
-from megatron_grpo.commands.compat.settle import (
-    adapted,
-    holds_out,
-    idle,
-    idle_schedule,
-    in_steps,
-    listed,
-    one_eval_completion,
-    soft_overlong,
-)
+from megatron_grpo.commands.compat.settle import adapted, find_dp_size, holds_out, idle, idle_schedule, in_steps, listed
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.run.config.table import InvalidValueError
 
@@ -144,11 +135,8 @@ def settle_packing(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[S
     """Translate the size of a micro-batch, in completions or in tokens."""
     total_size = args.text("actor.ppo_micro_batch_size")
     if total_size not in ("none", "null"):
-        shared = 1
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            shared *= values.get(name, 1)
-        ranks = values.get("world_size", 8) // max(1, shared)
-        per_rank = args.integer("actor.ppo_micro_batch_size") // max(1, ranks)
+        ranks = find_dp_size(values)
+        per_rank = args.integer("actor.ppo_micro_batch_size") // ranks
         if not per_rank:
             raise InvalidValueError(
                 f"actor.ppo_micro_batch_size ({total_size}) is divided by the data-parallel size, which is larger ({ranks})"
@@ -188,18 +176,6 @@ def settle_truncation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterato
         raise InvalidValueError(f"data.truncation ({truncation}) is not supported. Supported: error, left")
     if "truncation_strategy" not in values and strategy != "raise":
         yield SettingChange(values={"truncation_strategy": strategy})
-
-
-def settle_overlong(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate the penalty for long completions."""
-    longest = args.integer("reward_model.reward_kwargs.max_resp_len", args.integer("max_response_length"))
-    buffer = args.integer("reward_model.reward_kwargs.overlong_buffer_cfg.len")
-    yield from soft_overlong(values, longest, buffer, "overlong_buffer_cfg")
-
-
-def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Sample one greedy completion per held-out prompt."""
-    yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
 
 
 def settle_schedule(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
