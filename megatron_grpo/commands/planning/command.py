@@ -19,7 +19,6 @@ from megatron_grpo.run.sharing import Lengths, PrefixSharing, decide, read_lengt
 from megatron_grpo.run.validate import validate_run
 
 if TYPE_CHECKING:
-    from megatron_grpo.commands.planning.images import ImageStats
     from megatron_grpo.commands.planning.parameters import TrainableSpec
     from megatron_grpo.core.images import ImageProcessorSpec
     from megatron_grpo.run.data.prompts import PromptDataset
@@ -38,7 +37,7 @@ class Plan(ScheduledRun):
         sharing: Whether each prompt is computed once per group.
         warnings: Sentences about settings that are valid but probably not intended.
         not_checked: Checks that only `train` makes.
-        images: Statistics of the data set's images; None if it has none.
+        images: `images` object of `plan --json`; None if the data set has none.
     """
 
     memory: dict[str, Any] | None
@@ -46,7 +45,7 @@ class Plan(ScheduledRun):
     sharing: PrefixSharing
     warnings: list[str]
     not_checked: tuple[str, ...] = ()
-    images: ImageStats | None = None
+    images: dict[str, Any] | None = None
 
     @property
     def servers(self) -> dict[str, Any] | None:
@@ -70,7 +69,7 @@ class Plan(ScheduledRun):
         """Return the part of the JSON object that follows the training schedule."""
         sizes, cfg = self.checked.sizes, self.checked.config
         servers = {"servers": self.servers} if self.servers else {}
-        images = {"images": self.images.as_json()} if self.images else {}
+        images = {"images": self.images} if self.images else {}
         return {
             "pipeline": {"bubble_fraction": self.bubble},
             **servers,
@@ -136,10 +135,10 @@ def make_plan(run: ScheduledRun, *, rows: PromptDataset | None = None, image_spe
     images = None
     warnings = [*list_warnings(checked, run.schedule, memory, cost, tuning.adapter_sync if tuning else None), *run.notes]
     if rows is not None and image_spec is not None:
-        from megatron_grpo.commands.planning.images import ImageStats, tower_without_images
+        from megatron_grpo.commands.planning.images import list_image_warnings, measure_images, tower_without_images
 
-        images = ImageStats.from_rows(rows, checked.sizes)
-        warnings += images.warnings() if images else ()
+        images = measure_images(rows, checked.sizes)
+        warnings += list_image_warnings(images) if images else ()
         if not rows.max_images and checked.shape is not None:
             warnings += tower_without_images(checked.config, checked.shape)
     return Plan(

@@ -109,7 +109,9 @@ def _sections(plan: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, 
         if plan.memory:
             yield "memory of one rank", _memory(plan.memory, plan.cost or {})
         if plan.images:
-            yield "images", plan.images.lines()
+            from megatron_grpo.commands.planning.images import describe_images
+
+            yield "images", describe_images(plan.images)
         if plan.servers:
             yield "rollout servers", describe_servers(plan.servers, (plan.cost or {}).get("weight_push_bytes"))
         if plan.cost:
