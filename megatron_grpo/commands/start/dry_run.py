@@ -22,13 +22,13 @@ import numpy as np
 from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, one_line
 from megatron_grpo.core.images import num_tokens
 from megatron_grpo.core.settings import EQUAL_REWARDS
-from megatron_grpo.core.types import Prompt
+from megatron_grpo.core.types import Group, Prompt, make_completion
 from megatron_grpo.run import inputs
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, decode_completion, end_of_prompt, find_opened_tag
+from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, decode_completion, end_of_prompt, find_opened_tag
 from megatron_grpo.run.data.checks import PromptDataset, check_images, check_template, encoded, spread_indices
 from megatron_grpo.run.data.prompts import load_rows
 from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs, settings_of_sampler
@@ -246,28 +246,31 @@ def _batches(
         opening = SpecialTokens(inputs.tokenizer).render_opening(cfg.data.template_options)
         rest = [_continuation(rows.raw(index), opening, text) for index, text in zip(indices, answers, strict=True)]
         kinds = {"its answer": rest, **kinds}
+    if inputs.environment is not None:
+        from megatron_grpo.plugins.environments.loading import find_template_notes
+
+        try:
+            result.notes += find_template_notes(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
+        except ConfigError as error:
+            result.wrong += [problem.message for problem in error.problems]
+            return {}
+    # Rewards of single answers do not see the tokens of a prompt.
+    token_ids = [(0,) if inputs.environment is None else tuple(encoded(rows, encode, index)) for index in indices]
+    prompts = [
+        Prompt(number=number, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=token_ids[number], columns=rows.columns(index))
+        for number, index in enumerate(indices)
+    ]
     if inputs.environment is None:
         skips = cfg.rollout.generation_kwargs.get("skip_special_tokens", True)
         decode = {"its answer": partial(decode_completion, inputs.tokenizer, skip_special_tokens=skips)}
-        return {kind: _batch(rows, indices, texts, inputs.tokenizer, decode.get(kind)) for kind, texts in kinds.items()}
+        return {kind: _batch(prompts, texts, inputs.tokenizer, decode.get(kind)) for kind, texts in kinds.items()}
     from megatron_grpo.plugins.environments.dry_run import play_rows
-    from megatron_grpo.plugins.environments.loading import find_template_notes
 
-    try:
-        result.notes += find_template_notes(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
-    except ConfigError as error:
-        result.wrong += [problem.message for problem in error.problems]
-        return {}
-    prompts = []
-    for number, index in enumerate(indices):
-        row, token_ids = int(rows.keep[index]), tuple(encoded(rows, encode, index))
-        prompts.append(Prompt(number=number, row=row, raw=rows.raw(index), token_ids=token_ids, columns=rows.columns(index)))
+    batches = {}
     outputs = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
-    episodes_by_kind = play_rows(cfg, inputs, prompts, outputs)
-    for kind, episodes in episodes_by_kind.items():
-        result.episodes[kind] = episodes.summary
-        result.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in episodes.faults]
-    batches = {kind: as_batch(episodes.groups) for kind, episodes in episodes_by_kind.items()}
+    for kind, groups, summary, faults in play_rows(cfg, inputs, prompts, outputs):
+        batches[kind], result.episodes[kind] = as_batch(groups), summary
+        result.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in faults]
     return {kind: batch for kind, batch in batches.items() if len(batch)}
 
 
@@ -351,23 +354,17 @@ def _continuation(prompt: Any, opening: str, answer: str | None) -> str | None:
 
 
 def _batch(
-    rows: PromptDataset, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any, decode: Callable[[Sequence[int]], str] | None
+    prompts: Sequence[Prompt], texts: Sequence[str | None], tokenizer: Any, decode: Callable[[Sequence[int]], str] | None
 ) -> RewardBatch:
-    """Build a batch from the rows that have a text: as it is, or with `decode` what is left of it where a model samples its tokens."""
-    with_text = [(index, text) for index, text in zip(indices, texts, strict=True) if text is not None]
-    columns = [rows.columns(index) for index, _ in with_text]
-    names = list(dict.fromkeys(name for row in columns for name in row))
-    completion_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in with_text]
-    return RewardBatch(
-        prompts=[rows.raw(index) for index, _ in with_text],
-        completions=[
-            as_completion(rows.raw(index), decode(ids) if decode else text)
-            for (index, text), ids in zip(with_text, completion_ids, strict=True)
-        ],
-        completion_ids=completion_ids,
-        columns={name: [row.get(name) for row in columns] for name in names},
-        labels=[f"data-set row {int(rows.keep[index])}" for index, _ in with_text],
-    )
+    """Build a batch from the prompts that have a text: as it is, or with `decode` what is left of it where a model samples its tokens."""
+    groups = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        if text is not None:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            sampled = decode(ids) if decode else text
+            completion = make_completion(prompt.token_ids, ids, [0.0] * len(ids), text=sampled, finish_reason="stop", version=0)
+            groups.append(Group(prompt=prompt, completions=(completion,)))
+    return replace(as_batch(groups), labels=[f"data-set row {group.prompt.row}" for group in groups])
 
 
 def _judge(function: RewardFunction, batch: RewardBatch) -> RewardTrial:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.rollout.engine import SampledTurn, SamplingSettings
@@ -26,40 +26,23 @@ if TYPE_CHECKING:
 MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # JSON type -> value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryRunEpisodes:
-    """Episodes played with one kind of scripted turn.
+def summarize_episodes(groups: Sequence[Group], notes: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """Return (summary of episodes in one line, errors of their environment).
+
+    The summary reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. The errors are the three most frequent with
+    their counts.
 
     Args:
-        summary: Summary in one line.
-        faults: Errors of the environment.
+        groups: Groups of episodes; at least one completion has an episode record.
     """
-
-    groups: Sequence[Group]
-    summary: str
-    faults: list[str]
-
-    @classmethod
-    def from_groups(cls, groups: Sequence[Group], notes: Sequence[str] = ()) -> DryRunEpisodes:
-        """Summarize episodes.
-
-        `summary` reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. `faults` lists the three most frequent errors
-        with their counts.
-
-        Args:
-            groups: Groups of episodes; at least one completion has an episode record.
-        """
-        records = [completion.record for group in groups for completion in group.completions if completion.record is not None]
-        finish_reason = Counter(record.numbers.finish_reason for record in records)
-        turns = sum(record.numbers.num_turns for record in records) / len(records)
-        mean_reward = sum(reward or 0.0 for record in records for reward in record.turn_rewards) / len(records)
-        end = ", ".join(f"{end} {count}" for end, count in finish_reason.most_common())
-        faults = Counter(record.numbers.fault for record in records if record.numbers.finish_reason in FAULTS)
-        return cls(
-            groups=groups,
-            summary="; ".join([f"{len(records)} episodes, {turns:.1f} turns", end, f"mean environment reward {mean_reward:.4g}", *notes]),
-            faults=[f"{count} of {len(records)} episodes: {fault}" for fault, count in faults.most_common(3)],
-        )
+    records = [completion.record for group in groups for completion in group.completions if completion.record is not None]
+    finish_reason = Counter(record.numbers.finish_reason for record in records)
+    turns = sum(record.numbers.num_turns for record in records) / len(records)
+    mean_reward = sum(reward or 0.0 for record in records for reward in record.turn_rewards) / len(records)
+    end = ", ".join(f"{end} {count}" for end, count in finish_reason.most_common())
+    faults = Counter(record.numbers.fault for record in records if record.numbers.finish_reason in FAULTS)
+    summary = "; ".join([f"{len(records)} episodes, {turns:.1f} turns", end, f"mean environment reward {mean_reward:.4g}", *notes])
+    return summary, [f"{count} of {len(records)} episodes: {fault}" for fault, count in faults.most_common(3)]
 
 
 class _Scripted:
@@ -79,10 +62,9 @@ class _Scripted:
         return [(key, self._sampled_turn(self._texts[key[0]], max_tokens)) for key, max_tokens in requests]
 
     def _sampled_turn(self, text: str, max_tokens: int) -> SampledTurn:
-        template = self._template
-        tokens = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], min(template.end_ids)]
-        if template.tokenizer.eos_token_id is not None:
-            tokens[-1] = template.tokenizer.eos_token_id
+        tokenizer = self._template.tokenizer
+        end = min(self._template.end_ids) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
         return SampledTurn(
             token_ids=tuple(tokens[:max_tokens]), logprobs=(0.0,) * min(max_tokens, len(tokens)), is_cut=len(tokens) > max_tokens, version=0
         )
@@ -90,49 +72,36 @@ class _Scripted:
 
 def play_rows(
     cfg: Config, inputs: ValidatedInputs, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]
-) -> dict[str, DryRunEpisodes]:
-    """Play one episode per prompt and kind of scripted turn.
+) -> Iterator[tuple[str, Sequence[Group], str, list[str]]]:
+    """Play one episode per prompt and kind of scripted turn. An agent plays the first prompt alone, because it may take minutes.
 
     Args:
-        prompts: The prompts; their numbers are their indices.
         kinds: Name of a kind -> text of every turn, one per prompt. Calls of each tool of the environment are added as further kinds.
 
-    Returns:
-        Name of a kind -> its episodes.
+    Yields:
+        (name of a kind, its episodes, their summary, errors of the environment).
     """
     environment = inputs.environment
     assert environment is not None
     longest = max(len(prompt.token_ids) for prompt in prompts) + cfg.rollout.max_completion_length
-    if issubclass(environment, AgentEnvironment):
-        agents = AgentRunnerFactory.from_config(cfg, inputs, max_model_len=longest)
-        return _play_agents(agents, prompts, kinds)
-    stage = EpisodeRunnerFactory.from_config(cfg, inputs, max_model_len=longest)
-    episodes_by_kind = {}
+    notes: list[str] = []
+    make_player: Callable[[], RequestLoop]
+    is_agent = issubclass(environment, AgentEnvironment)
+    if is_agent:
+        agents, prompts = AgentRunnerFactory.from_config(cfg, inputs, max_model_len=longest), prompts[:1]
+        sampling = SamplingSettings(n=1, max_completion_length=agents.limits.max_completion_length)
+        template, make_player = agents.template, partial(AgentLoop, agents, prompts, sampling, seed=0, notify=notes.append)
+    else:
+        runners = EpisodeRunnerFactory.from_config(cfg, inputs, max_model_len=longest)
+        template, make_player = runners.template, partial(EpisodeRunner, runners, prompts, n=1, derive_seed=lambda *key: 0)
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        player = EpisodeRunner(stage, prompts, n=1, derive_seed=lambda *key: 0)
-        episodes_by_kind[kind] = DryRunEpisodes.from_groups(_play(player, stage.template, dict(enumerate(texts))))
-    return episodes_by_kind
-
-
-def _play(player: RequestLoop, template: ChatTemplate, texts: Mapping[int, str]) -> Sequence[Group]:
-    turns = _Scripted(template, texts)
-    while not player.advance(turns, 1.0, version=0):
-        pass
-    return player.groups()
-
-
-def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]) -> dict[str, DryRunEpisodes]:
-    """Run the agent of the first row alone, once for each kind: an agent may take minutes."""
-    episodes_by_kind = {}
-    for kind, texts in kinds.items():
-        sampling = SamplingSettings(n=1, max_completion_length=stage.limits.max_completion_length)
-        notes: list[str] = []
-        player = AgentLoop(stage, prompts[:1], sampling, seed=0, notify=notes.append)
-        groups = _play(player, stage.template, {prompts[0].number: texts[0]})
+        turns, player = _Scripted(template, {prompt.number: text for prompt, text in zip(prompts, texts)}), make_player()
+        while not player.advance(turns, 1.0, version=0):
+            pass
+        groups, counted = player.groups(), [f"{text} ({count} times)" if count > 1 else text for text, count in Counter(notes).items()]
         contexts = sum(len(completion.sequence.contexts) for completion in groups[0].completions)
-        counted = [f"{words} ({count} times)" if count > 1 else words for words, count in Counter(notes).items()]
-        episodes_by_kind[kind] = DryRunEpisodes.from_groups(groups, [f"{contexts} contexts", *counted])
-    return episodes_by_kind
+        yield kind, groups, *summarize_episodes(groups, [f"{contexts} contexts", *counted] if is_agent else ())
+        notes.clear()
 
 
 def _calls(environment: type[Environment], count: int) -> dict[str, list[str]]:
