@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.commands.compat import DIALECTS
-from megatron_grpo.commands.compat.foreign_args import SourceFramework
+from megatron_grpo.commands.compat.foreign_args import NOTHING, OFF, FrameworkArg, SourceFramework
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import names, table
 
@@ -43,6 +43,20 @@ def native_of(dialect: SourceFramework, name: str) -> str:
     return setting.name if setting and setting.name not in dialect.hides and dialect.size(name) is None else ""
 
 
+def describe(row: FrameworkArg) -> str:
+    """Return a phrase on what an argument of a table is here."""
+    words = ", ".join(f"`{foreign}` is `{native}`" for foreign, native in row.values.items())
+    if row.native:
+        return f"`{row.native}`" + (f"; {words}" if words else "")
+    if row.read is not None:
+        return f"read: {row.hint}"
+    if row.lacks:
+        exceptions = [f"`{word}`" for word in row.off if word not in OFF] + [f"`{way}` is given" for way in row.instead]
+        unless = f" (unless {' or '.join(exceptions)})" if exceptions else ""
+        return f"refused{unless}: {row.lacks}"
+    return f"ignored: {row.why or NOTHING}"
+
+
 def here(dialect: SourceFramework, name: str) -> str:
     """Return a phrase on what a foreign name is here; empty if no table has it."""
     size = dialect.size(name)
@@ -54,7 +68,7 @@ def here(dialect: SourceFramework, name: str) -> str:
             said += [f"`{ours}{of}`" + (f" = {' x '.join(flags)}" if len(flags) > 1 else "")] if size in flags else []
         return f"a size: {'; '.join(said)}"
     if row is not None:
-        return row.description
+        return describe(row)
     native = native_of(dialect, name)
     return f"`{native}`" if native else ""
 

@@ -112,21 +112,6 @@ class FrameworkArg:
     is_task: bool = False
     is_label: bool = False
 
-    @property
-    def description(self) -> str:
-        """Phrase for the argument mapping on what the name is here."""
-        words = ", ".join(f"`{foreign}` is `{native}`" for foreign, native in self.values.items())
-        if self.native:
-            return f"`{self.native}`" + (f"; {words}" if words else "")
-        if self.read is not None:
-            return f"read: {self.hint}"
-        if self.lacks:
-            refused_words = [word for word in self.off if word not in OFF]
-            exceptions = [f"`{word}`" for word in refused_words] + [f"`{suggestion}` is given" for suggestion in self.instead]
-            unless = f" (unless {' or '.join(exceptions)})" if exceptions else ""
-            return f"refused{unless}: {self.lacks}"
-        return f"ignored: {self.why or NOTHING}"
-
     def refuses(self, words: Sequence[str], args: Mapping[str, Sequence[str]]) -> bool:
         """Return whether these words ask for something unsupported.
 
