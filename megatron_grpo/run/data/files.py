@@ -6,6 +6,7 @@ JSON is read with the standard library; parquet and the Hub need the extra `data
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from bisect import bisect_right
@@ -513,12 +514,18 @@ def _json_array(file: Path, name: str, flag: str) -> list[Row]:
 # ---- Parquet
 
 
-def _parquet(flag: str) -> Any:
-    if find_spec("pyarrow") is None:
-        raise config_error(flag, "Reading parquet needs the extra `data`: pip install 'megatron-grpo[data]'.")
-    from pyarrow import parquet
+def import_extra(module: str, source: str, flag: str) -> Any:
+    """Return a module of the extra `data`.
 
-    return parquet
+    Args:
+        source: What is read with it, for the ConfigError if it is not installed.
+    """
+    if find_spec(module.partition(".")[0]) is None:
+        raise config_error(flag, f"Reading {source} needs the extra `data`: pip install 'megatron-grpo[data]'.")
+    return importlib.import_module(module)
+
+
+_parquet = partial(import_extra, "pyarrow.parquet", "parquet")
 
 
 @contextmanager

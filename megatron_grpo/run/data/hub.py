@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, config_error, first_line, one_line
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.run.data.files import RawRow, Source, choose_split
+from megatron_grpo.run.data.files import RawRow, Source, choose_split, import_extra
 
-
-def _datasets(flag: str) -> Any:
-    if find_spec("datasets") is None:
-        raise config_error(flag, "Reading from the Hugging Face Hub needs the extra `data`: pip install 'megatron-grpo[data]'.")
-    import datasets
-
-    return datasets
+_datasets = partial(import_extra, "datasets", "from the Hugging Face Hub")
 
 
 def saved_by_datasets(directory: str, split: str, flag: str) -> Any:
