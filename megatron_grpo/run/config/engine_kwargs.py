@@ -35,7 +35,7 @@ def options(flag: str) -> Mapping[str, Any]:
     entry = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[flag]
     return entry | {
         "here": {name: name for name in entry["same"].split()} | entry["here"],
-        "refused": {name: why for why, names in entry.get("refused", {}).items() for name in names.split()},
+        "refused": {name: reason for reason, names in entry.get("refused", {}).items() for name in names.split()},
         "may": entry.get("may", "").split(),
         "fields": {name: kind for source in entry["fields"] for name, kind in read_class_fields(*source).items() if name[0] != "_"},
     }
@@ -43,16 +43,16 @@ def options(flag: str) -> Mapping[str, Any]:
 
 def _find_fault(known: Mapping[str, Any], name: str, value: Any) -> str | None:
     """Return why an option is rejected, as the end of a sentence; None if it is allowed."""
-    what, fields = known["what"], known["fields"]
+    owner, fields = known["what"], known["fields"]
     if fields and name not in fields:
         close = close_to(name, list(fields), limit=1)
-        return f"unknown field of {what}{f'. Did you mean {close[0]}?' if close else '.'}"
+        return f"unknown field of {owner}{f'. Did you mean {close[0]}?' if close else '.'}"
     if name in known["refused"]:
         return f"refused: {known['refused'][name]}."
     if known["may"] and name not in known["may"]:
         return f"refused: {known['otherwise']}. Supported: {', '.join(sorted(known['may']))}."
     expected = expected_type(fields.get(name, ""), value)
-    return f"{expected} in {what}, not {value!r}." if expected else None
+    return f"{expected} in {owner}, not {value!r}." if expected else None
 
 
 @cache
