@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-async def be_agents(turns: int) -> None:
+async def run_agents(turns: int) -> None:
     """Read `port key` lines, play an episode for each, and write its key. Runs in the other process."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--agents", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.agents:
-        return asyncio.run(be_agents(args.turns))
+        return asyncio.run(run_agents(args.turns))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     from tests.chat_models import write_chat
@@ -102,7 +102,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.chat_models import chat_tokenizer
 
-    class Cut(EngineTurnSampler):
+    class FixedLengthSampler(EngineTurnSampler):
         """Turns of so many tokens."""
 
         def submit(self, key, token_ids, *, seed, max_tokens):
@@ -126,16 +126,16 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     )  # fmt: skip
     sampling = SamplingSettings(n=8, max_completion_length=args.tokens)
 
-    def agents() -> int:
+    def run_episodes() -> int:
         asked.clear()
-        player, turns = AgentLoop(stage, prompts, sampling, seed=0), Cut(engine._llm.llm_engine, sampling, version=0)
+        player, turns = AgentLoop(stage, prompts, sampling, seed=0), FixedLengthSampler(engine._llm.llm_engine, sampling, version=0)
         while not player.advance(turns, 10.0, version=0):
             pass
         rows = [one for group in player.groups() for one in group.completions]
         assert {row.finish_reason for row in rows} == {"done"}, {row.record.numbers.fault for row in rows}
         return sum(row.num_sampled for row in rows)
 
-    def batch() -> int:
+    def run_batch() -> int:
         turns = EngineTurnSampler(engine._llm.llm_engine, sampling, version=0)
         for place, (token_ids, seed) in enumerate(asked):
             turns.submit((place, 0), token_ids, seed=seed, max_tokens=args.tokens)
@@ -147,10 +147,10 @@ def measure(path: Path, args: argparse.Namespace) -> None:
 
     asked: list[tuple[tuple[int, ...], int]] = []
     steps = [0]
-    agents(), batch()  # warm
+    run_episodes(), run_batch()  # warm
     for round_ in range(args.rounds):
         found = {}
-        for name, work in (("agents", agents), ("batch", batch)):
+        for name, work in (("agents", run_episodes), ("batch", run_batch)):
             engine._forget_prefixes()
             steps[0], began, wall = 0, time.process_time(), time.monotonic()
             tokens = work()

@@ -59,7 +59,7 @@ def first_word_is_answer(completions: list[str], answer: list[str], **columns: A
     return [float(completion.split()[:1] == [right]) for completion, right in zip(completions, answer, strict=True)]
 
 
-def head_of_longer(words: Any) -> Any:
+def make_longer_head(words: Any) -> Any:
     """Return the head with which a model answers either way, draws a lognormal length, and counts down from it.
 
     Counting has no choice in it, so gradients of it are zero.
@@ -98,7 +98,7 @@ def write_longer(folder: Path) -> Path:
         asked, half = slice(LEARNABLE.start, UNLEARNABLE.stop), words.shape[1] // 2
         words[: asked.start, :half] = words[asked.stop :, :half] = words[asked, half:] = 0
         network.model.norm.weight[:half], network.model.norm.weight[half:] = QUICK, SLOW
-        network.lm_head.weight.copy_(head_of_longer(network.model.norm(words)))
+        network.lm_head.weight.copy_(make_longer_head(network.model.norm(words)))
     network.save_pretrained(model)
     rng, rows = np.random.default_rng(0), []
     for number in range(2000):
@@ -111,7 +111,7 @@ def write_longer(folder: Path) -> Path:
     return folder / "config.yaml"
 
 
-def configuration(case: str, folder: Path) -> Path:
+def make_configuration(case: str, folder: Path) -> Path:
     """Return the configuration file of a case. What it needs and lacks is made."""
     if case == "longer":
         return write_longer(folder / "longer")
@@ -120,7 +120,7 @@ def configuration(case: str, folder: Path) -> Path:
     return QUICKSTART if case == "quickstart" else LORA
 
 
-def settings_of(config: Path) -> dict[str, Any]:
+def read_settings(config: Path) -> dict[str, Any]:
     import yaml
 
     read = yaml.safe_load(config.read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ def train_with_trl(config: Path, output: Path, *, seed: int, ranks: int, steps: 
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    given = settings_of(config)
+    given = read_settings(config)
     file, function = given["reward_funcs"][0].rsplit(":", 1)
     spec = loading.spec_from_file_location("reward", ROOT / file)
     assert spec and spec.loader
@@ -190,7 +190,7 @@ def train_with_trl(config: Path, output: Path, *, seed: int, ranks: int, steps: 
 # ---- a run, and its CPU seconds ----------------------------------------------------------------------------------------------------------
 
 
-def command(trainer: str, config: Path, output: Path, *, ranks: int, seed: int, steps: int | None, micro: int) -> list[str]:
+def make_command(trainer: str, config: Path, output: Path, *, ranks: int, seed: int, steps: int | None, micro: int) -> list[str]:
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -202,7 +202,7 @@ def command(trainer: str, config: Path, output: Path, *, ranks: int, seed: int, 
             "--eval_dataset", "", "--eval_steps", "0", *more]  # fmt: skip
 
 
-def cpu_of_tree(root: Any) -> float:
+def read_tree_cpu_seconds(root: Any) -> float:
     """Return the CPU seconds of a process and all below it, finished ones included."""
     import psutil
 
@@ -221,7 +221,7 @@ def measure(trainer: str, case: str, config: Path, output: Path, *, ranks: int, 
 
     output.mkdir(parents=True)
     records, seen, cpu = output / "metrics.jsonl", 0, []
-    words = command(trainer, config, output, ranks=ranks, seed=seed, steps=steps, micro=CASES[case].micro)
+    words = make_command(trainer, config, output, ranks=ranks, seed=seed, steps=steps, micro=CASES[case].micro)
     with (output.parent / f"{output.name}.log").open("wb") as log:
         begun = time.time()
         process = subprocess.Popen(words, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT)
@@ -233,7 +233,7 @@ def measure(trainer: str, case: str, config: Path, output: Path, *, ranks: int, 
             if records.exists() and (size := records.stat().st_size) > seen:
                 new = records.read_bytes()[seen:size].count(b"\n")
                 seen = size
-                cpu += [cpu_of_tree(root)] * new
+                cpu += [read_tree_cpu_seconds(root)] * new
             time.sleep(0.01)  # a fraction of a step: CPU time is read once per logged step
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -255,7 +255,7 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [sum(some := values[max(0, n + 1 - window) : n + 1]) / len(some) for n in range(len(values))]
 
 
-def figures(run: dict[str, Any]) -> dict[str, float]:
+def compute_figures(run: dict[str, Any]) -> dict[str, float]:
     """Return the figures of a run in CPU seconds. A reward that was not reached is infinity."""
     case, cpu = CASES[run["case"]], run["cpu"]
     means = smooth(run["reward"], case.window)
@@ -270,14 +270,14 @@ def figures(run: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def pairs_of(runs: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[tuple[dict, dict]]]]:
+def iterate_pairs(runs: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[tuple[dict, dict]]]]:
     """Yield (case, ranks, pairs of TRL's figures and ours with the same seed)."""
     by_key = {(run["case"], run["ranks"], run["seed"], run["trainer"]): run for run in runs}
     for case in CASES:
         for ranks in sorted({run["ranks"] for run in runs}):
             seeds = sorted({run["seed"] for run in runs if (run["case"], run["ranks"]) == (case, ranks)})
             both = [(by_key.get((case, ranks, seed, "TRL")), by_key.get((case, ranks, seed, "ours"))) for seed in seeds]
-            if pairs := [(figures(theirs), figures(mine)) for theirs, mine in both if theirs and mine]:
+            if pairs := [(compute_figures(theirs), compute_figures(mine)) for theirs, mine in both if theirs and mine]:
                 yield case, ranks, pairs
 
 
@@ -288,19 +288,19 @@ def report(runs: list[dict[str, Any]], png: Path | None) -> None:
     console = Console(width=150)
     table = Table("run", "processes", "CPU s", "TRL: median (from, to)", "ours: median (from, to)", "TRL / ours, of pairs")
 
-    def spread(values: list[float], digits: int = 1) -> str:
+    def format_spread(values: list[float], digits: int = 1) -> str:
         return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
-    for case, ranks, pairs in pairs_of(runs):
+    for case, ranks, pairs in iterate_pairs(runs):
         for name in pairs[0][0]:
             theirs, mine = [pair[0][name] for pair in pairs], [pair[1][name] for pair in pairs]
             digits = 2 if name == "a step" else 1
             ratios = [a / b for a, b in zip(theirs, mine)] if max(mine) < math.inf else [math.nan]
-            table.add_row(case, str(ranks), name, spread(theirs, digits), spread(mine, digits), spread(ratios, 2))
+            table.add_row(case, str(ranks), name, format_spread(theirs, digits), format_spread(mine, digits), format_spread(ratios, 2))
         table.add_section()
     console.print(table)
     shown = ["run", "trainer", "processes", "seed", "reward: first, last steps", "frac_reward_zero_std: first third, rest", "mean length"]
-    alone = Table(*shown, *figures(runs[0]))
+    alone = Table(*shown, *compute_figures(runs[0]))
     for run in runs:
         third, few = max(1, len(run["dead"]) // 3), min(5, len(run["reward"]))
         parts = (run["reward"][:few], run["reward"][-few:], run["dead"][:third], run["dead"][third:], run["length"])
@@ -313,7 +313,7 @@ def report(runs: list[dict[str, Any]], png: Path | None) -> None:
             f"{before:.2f}, {after:.2f}",
             f"{length:.1f}",
         ]
-        alone.add_row(run["case"], *cells, *[f"{value:.2f}" for value in figures(run).values()])
+        alone.add_row(run["case"], *cells, *[f"{value:.2f}" for value in compute_figures(run).values()])
     console.print(alone)
     if png:
         draw(runs, png)
@@ -338,7 +338,7 @@ def draw(runs: list[dict[str, Any]], png: Path) -> None:
     figure.savefig(png, dpi=110)
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--trainers", nargs="+", choices=("TRL", "ours"), default=["TRL", "ours"])
@@ -353,7 +353,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parsed()
+    arguments = parse_arguments()
     if own := arguments.trl:
         return train_with_trl(Path(own.pop("config")), Path(own.pop("output")), **own)
     results = arguments.report or arguments.output / "runs.jsonl"
@@ -362,7 +362,7 @@ def main() -> None:
         trainers = [name for name in arguments.trainers if name != "TRL" or find_spec("trl")]
         if trainers != arguments.trainers:
             print("TRL is not installed (pip install 'megatron-grpo[dev]'): its runs are left out.")
-        configs = {case: configuration(case, arguments.output) for case in arguments.cases}
+        configs = {case: make_configuration(case, arguments.output) for case in arguments.cases}
         for seed in range(arguments.seeds):
             for case in arguments.cases:
                 for ranks in arguments.ranks:
@@ -374,7 +374,7 @@ def main() -> None:
                         runs.append(measure(trainer, case, configs[case], folder, ranks=ranks, seed=seed, steps=arguments.steps))
                         with results.open("a", encoding="utf-8") as file:
                             file.write(json.dumps(runs[-1]) + "\n")
-                        print(name, {key: round(value, 2) for key, value in figures(runs[-1]).items()}, flush=True)
+                        print(name, {key: round(value, 2) for key, value in compute_figures(runs[-1]).items()}, flush=True)
     report(runs, arguments.png)
 
 

@@ -51,7 +51,7 @@ MOST_MOVED = 0.1  # share of tokens, for which two experts are so near to each o
 # ---- t8 ----------------------------------------------------------------------------------------------------------------------------------
 
 
-def timers(torch, on_gpu: bool):
+def make_timer(torch, on_gpu: bool):
     """Seconds by CUDA events, each waited for; by the wall clock where there is no GPU."""
     if not on_gpu:
         return time.perf_counter
@@ -67,7 +67,7 @@ def timers(torch, on_gpu: bool):
     return now
 
 
-def gemm_rate(torch, now, sizes: SimpleNamespace, device, dtype) -> float:
+def measure_gemm_rate(torch, now, sizes: SimpleNamespace, device, dtype) -> float:
     """GFLOP/s of a product of the model's MLP, the median of five."""
     x, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((sizes.tokens, sizes.hidden), (sizes.hidden, sizes.ffn)))
     found = []
@@ -79,7 +79,7 @@ def gemm_rate(torch, now, sizes: SimpleNamespace, device, dtype) -> float:
     return 2e-9 * sizes.tokens * sizes.hidden * sizes.ffn / sorted(found[1:])[2]
 
 
-def t8(arguments: argparse.Namespace) -> dict:
+def measure_t8(arguments: argparse.Namespace) -> dict:
     import numpy as np
     import torch
 
@@ -94,17 +94,17 @@ def t8(arguments: argparse.Namespace) -> dict:
         batch="T8", pairs=arguments.pairs, budget=arguments.budget, trl_micro_batch=arguments.trl_micro_batch, dtype=dtype, seed=0,
         share_prefix=arguments.share_prefix,
     )  # fmt: skip
-    ours, pairs = steps.Ours(path, how), []
-    now = timers(torch, on_gpu)
+    ours, pairs = steps.OurTrainer(path, how), []
+    now = make_timer(torch, on_gpu)
     sizes = SimpleNamespace(tokens=min(arguments.budget, 16384), hidden=model["hidden"], ffn=model["ffn"])
 
-    def peak() -> float:
+    def read_peak() -> float:
         return torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
 
-    def turn(tokens, of_trl: float) -> None:
-        of_them = peak()
-        batch = ours.batch(tokens)
-        rate = gemm_rate(torch, now, sizes, device, getattr(torch, dtype))
+    def train_pair(tokens, of_trl: float) -> None:
+        of_them = read_peak()
+        batch = ours.make_batch(tokens)
+        rate = measure_gemm_rate(torch, now, sizes, device, getattr(torch, dtype))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         begun = now()
@@ -113,38 +113,38 @@ def t8(arguments: argparse.Namespace) -> dict:
         computed = sum(int((micro.num_references > 0).sum()) for micro in batch.micro_batches)
         pairs.append({
             "trl": of_trl, "ours": of_us, "tokens": sum(len(p) + len(c) for p, c, _ in tokens), "computed": computed, "gemm": rate,
-            "least": steps.least_products(ours.policy, batch), "peak_trl": of_them, "peak_ours": peak(),
+            "least": steps.count_least_products(ours.policy, batch), "peak_trl": of_them, "peak_ours": read_peak(),
         })  # fmt: skip
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ours has set them; TRL would wrap its model in DDP and be the slower for it
         os.environ.pop(name, None)
-    trainer = steps.trl_trainer(path, how, turn, seconds=now, use_cpu=not on_gpu, bf16=False)
+    trainer = steps.make_trl_trainer(path, how, train_pair, seconds=now, use_cpu=not on_gpu, bf16=False)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    worst = steps.compare(ours.gradients, trainer.first_gradients, bar=0.1 if dtype == "bfloat16" else 1e-4)
+    worst = steps.compare_gradients(ours.gradients, trainer.first_gradients, bar=0.1 if dtype == "bfloat16" else 1e-4)
     kept = pairs[1:]
 
-    def said(values) -> list[float]:
+    def summarize(values) -> list[float]:
         """Median, least, most."""
         return [round(float(one), 4) for one in (np.median(values), min(values), max(values))]
 
     memory = {
-        "peak_gb_trl_and_our_model": said([one["peak_trl"] for one in kept]),
-        "peak_gb_ours_and_trl_model": said([one["peak_ours"] for one in kept]),
+        "peak_gb_trl_and_our_model": summarize([one["peak_trl"] for one in kept]),
+        "peak_gb_ours_and_trl_model": summarize([one["peak_ours"] for one in kept]),
     }
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu (dry: no figure)",
         "pairs": len(kept),
         "worst_gradient": worst,
-        "trl_tokens_per_s": said([one["tokens"] / one["trl"] for one in kept]),
-        "ours_tokens_per_s": said([one["tokens"] / one["ours"] for one in kept]),
-        "trl_over_ours": said([one["trl"] / one["ours"] for one in kept]),
-        "gemm_tflops": said([one["gemm"] / 1e3 for one in kept]),
-        "of_gemm_limit": said([one["least"] / one["gemm"] / one["ours"] for one in kept]),
-        "computed_share": said([one["computed"] / one["tokens"] for one in kept]),
+        "trl_tokens_per_s": summarize([one["tokens"] / one["trl"] for one in kept]),
+        "ours_tokens_per_s": summarize([one["tokens"] / one["ours"] for one in kept]),
+        "trl_over_ours": summarize([one["trl"] / one["ours"] for one in kept]),
+        "gemm_tflops": summarize([one["gemm"] / 1e3 for one in kept]),
+        "of_gemm_limit": summarize([one["least"] / one["gemm"] / one["ours"] for one in kept]),
+        "computed_share": summarize([one["computed"] / one["tokens"] for one in kept]),
         **(memory if on_gpu else {}),
     }
 
@@ -152,7 +152,7 @@ def t8(arguments: argparse.Namespace) -> dict:
 # ---- layers ------------------------------------------------------------------------------------------------------------------------------
 
 
-def outputs_of_layers(job: dict, given: list | None) -> list:
+def record_layer_outputs(job: dict, given: list | None) -> list:
     """What each decoder layer is given and gives, and its parts, for a few sequences; and their log-probs. Runs in a process of its own.
 
     given: inputs to force on the layers, from another process; None: this one's own, rounded to bfloat16.
@@ -165,14 +165,14 @@ def outputs_of_layers(job: dict, given: list | None) -> list:
     policy = cases.build(job["path"], cfg, 1)
     found: list = []
 
-    def take(name: str):
+    def make_hook(name: str):
         def hook(module, inputs, output):
             out = output[0] if isinstance(output, tuple) else output
             found.append((name, cases._numpy(out.detach().float())))
 
         return hook
 
-    def force(module, args, kwargs):
+    def replace_input(module, args, kwargs):
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         if given is None:
             forced = hidden.to(torch.bfloat16)
@@ -184,19 +184,19 @@ def outputs_of_layers(job: dict, given: list | None) -> list:
         return (args, kwargs | {"hidden_states": forced}) if "hidden_states" in kwargs else ((forced, *args[1:]), kwargs)
 
     for layer in policy.chunks[0].decoder.layers:
-        layer.register_forward_pre_hook(force, with_kwargs=True)
-        layer.self_attention.register_forward_hook(take("self_attention"))
+        layer.register_forward_pre_hook(replace_input, with_kwargs=True)
+        layer.self_attention.register_forward_hook(make_hook("self_attention"))
         if hasattr(layer.mlp, "router"):
-            layer.mlp.router.register_forward_hook(take("router"))  # weights [tokens, experts], 0 where it did not choose
-        layer.mlp.register_forward_hook(take("mlp"))
-        layer.register_forward_hook(take(""))
-    policy.chunks[0].decoder.final_layernorm.register_forward_pre_hook(force, with_kwargs=True)
-    policy.chunks[0].decoder.final_layernorm.register_forward_hook(take("final_layernorm"))
+            layer.mlp.router.register_forward_hook(make_hook("router"))  # weights [tokens, experts], 0 where it did not choose
+        layer.mlp.register_forward_hook(make_hook("mlp"))
+        layer.register_forward_hook(make_hook(""))
+    policy.chunks[0].decoder.final_layernorm.register_forward_pre_hook(replace_input, with_kwargs=True)
+    policy.chunks[0].decoder.final_layernorm.register_forward_hook(make_hook("final_layernorm"))
     scored = cases.score_tokens(policy, job["sequences"])
     return [*found, *(("log-probs", one) for one in scored)]
 
 
-def layers(arguments: argparse.Namespace) -> dict:
+def compare_layers(arguments: argparse.Namespace) -> dict:
     import numpy as np
 
     from tests import parity_cases as cases
@@ -211,11 +211,11 @@ def layers(arguments: argparse.Namespace) -> dict:
     sequences = [rng.integers(4, 120, length).tolist() for length in (96, 33, 17, 64)]
     job = {"path": str(path), "sequences": sequences, "settings": cases.MODEL_SETTINGS.get(arguments.model, {})}
     (folder / "cpu.pkl").write_bytes(pickle.dumps((job | {"dtype": "float32", "impl": "local"}, None)))
-    reference = _apart(folder / "cpu.pkl", folder / "cpu.out", hides_gpu=True)
+    reference = _run_apart(folder / "cpu.pkl", folder / "cpu.out", hides_gpu=True)
     given = [values for name, values in reference if name == "input"]
     impl = "local" if arguments.dry else arguments.impl
     (folder / "gpu.pkl").write_bytes(pickle.dumps((job | {"dtype": "bfloat16", "impl": impl}, given)))
-    mine = _apart(folder / "gpu.pkl", folder / "gpu.out", hides_gpu=arguments.dry)
+    mine = _run_apart(folder / "gpu.pkl", folder / "gpu.out", hides_gpu=arguments.dry)
     errors: dict[str, float] = {}
     moved: list[np.ndarray] = []  # of each layer with experts: tokens that bfloat16 sends to other experts
     assert [name for name, _ in mine] == [name for name, _ in reference]
@@ -241,7 +241,7 @@ def layers(arguments: argparse.Namespace) -> dict:
     return {"model": arguments.model, "impl": impl, "errors": shown, "passed": all(errors[name] < bars[name] for name in errors)}
 
 
-def _apart(job: Path, out: Path, *, hides_gpu: bool) -> list:
+def _run_apart(job: Path, out: Path, *, hides_gpu: bool) -> list:
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpu else {})
     ran = subprocess.run(
         [sys.executable, __file__, "_outputs", "--job", str(job), "--out", str(out)], env=env, cwd=ROOT, capture_output=True, text=True
@@ -251,12 +251,12 @@ def _apart(job: Path, out: Path, *, hides_gpu: bool) -> list:
     return pickle.loads(out.read_bytes())
 
 
-def _outputs(arguments: argparse.Namespace) -> dict:
-    arguments.out.write_bytes(pickle.dumps(outputs_of_layers(*pickle.loads(arguments.job.read_bytes()))))
+def _write_outputs(arguments: argparse.Namespace) -> dict:
+    arguments.out.write_bytes(pickle.dumps(record_layer_outputs(*pickle.loads(arguments.job.read_bytes()))))
     return {}
 
 
-def parsed(argv=None) -> argparse.Namespace:
+def parse_arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("command", choices=("t8", "layers", "_outputs"))
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: proves the code")
@@ -272,8 +272,8 @@ def parsed(argv=None) -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = parsed()
-    found = {"t8": t8, "layers": layers, "_outputs": _outputs}[arguments.command](arguments)
+    arguments = parse_arguments()
+    found = {"t8": measure_t8, "layers": compare_layers, "_outputs": _write_outputs}[arguments.command](arguments)
     print(json.dumps(found))
     return 0 if found.get("passed", True) else 1
 

@@ -30,11 +30,11 @@ RUNS = {
 }
 
 
-def size(tensors) -> int:
+def sum_bytes(tensors) -> int:
     return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
 
-def bytes_of(policy) -> dict[str, int]:
+def measure_bytes(policy) -> dict[str, int]:
     """Of one rank, after a step."""
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -52,11 +52,11 @@ def bytes_of(policy) -> dict[str, int]:
     saved = policy.sharded_state_dict(is_loading=False)
     apply_factories(saved)
     return {
-        "parameters, MB": size(parameters),
-        "gradients, MB": size(b.grad_data for b in buffers),
-        "optimizer, MB": size(moments),
-        "checkpoint, MB": size(t.data for t in nested_values(saved) if isinstance(t, ShardedTensor) and t.data is not None),
-        "push, MB": sum(size([tensor]) for update in policy.updates(1, has_base=True) for _, tensor in update.tensors),
+        "parameters, MB": sum_bytes(parameters),
+        "gradients, MB": sum_bytes(b.grad_data for b in buffers),
+        "optimizer, MB": sum_bytes(moments),
+        "checkpoint, MB": sum_bytes(t.data for t in nested_values(saved) if isinstance(t, ShardedTensor) and t.data is not None),
+        "push, MB": sum(sum_bytes([tensor]) for update in policy.updates(1, has_base=True) for _, tensor in update.tensors),
     }
 
 
@@ -73,7 +73,7 @@ def measure(rank: int, world: int, path: Path):
             policy.train_step(batch)
             if pair:  # the first makes the optimizer's state
                 seconds[name].append(time.process_time() - start)
-    return {name: bytes_of(policy) for name, policy in policies.items()}, seconds, sum(len(sample.token_ids) for sample in samples)
+    return {name: measure_bytes(policy) for name, policy in policies.items()}, seconds, sum(len(sample.token_ids) for sample in samples)
 
 
 def main() -> None:

@@ -40,22 +40,22 @@ def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) ->
     from megatron_grpo.core.rollout.engine import make_completion
     from tests.scripted_engine import ScriptedEngine
 
-    def answer(prompt, place, version):
+    def make_answer(prompt, place, version):
         tokens = np.random.default_rng([prompt.number, place]).integers(4, 100, 256).tolist()
         return make_completion(prompt.token_ids, tokens, [-4.0] * len(tokens), text="", finish_reason="length", version=version)
 
-    class Replayed(ScriptedEngine):
+    class TimedEngine(ScriptedEngine):
         def _answered(self, prompts, *asked):
             time.sleep(seconds[prompts[0].number // len(prompts)])  # the trace: so long did a server elsewhere take
             return super()._answered(prompts, *asked)
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-        code = main(["train", "--verify_weight_sync", "false", *flags], engine=lambda *_: Replayed(answer))
+        code = main(["train", "--verify_weight_sync", "false", *flags], engine=lambda *_: TimedEngine(make_answer))
     if code:
         raise RuntimeError(said.getvalue())
 
 
-def steps_of(flags: list[str], depth: int, seconds: list[float], num_steps: int) -> list[dict]:
+def run_steps(flags: list[str], depth: int, seconds: list[float], num_steps: int) -> list[dict]:
     ahead = f"--async_rollout_depth {depth} --vllm_mode server --vllm_server_host 127.0.0.1"
     more = [*flags, *f"--max_steps {num_steps} {ahead}".split()]
     with tempfile.TemporaryDirectory() as out:
@@ -81,11 +81,11 @@ def main() -> None:
         at = flags.index("--vllm_kv_cache_memory_mb")
         flags = [*flags[:at], *flags[at + 2 :], "--max_completion_length", "256", "--export_hf", "false", "--log_completions_steps", "0",
                  "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
-        alone = steps_of(flags, 0, [0.0] * (arguments.steps + 1), arguments.steps)
+        alone = run_steps(flags, 0, [0.0] * (arguments.steps + 1), arguments.steps)
         training = float(np.mean([step["time/step"] for step in alone]))
         for ratio in arguments.ratios:
             seconds = (trace * ratio * training).tolist()
-            ahead = steps_of(flags, 1, seconds, arguments.steps)
+            ahead = run_steps(flags, 1, seconds, arguments.steps)
             # The rollout of a step is sampled while the step before it is trained.
             trained = [step["time/step"] - step["time/rollout"] for step in ahead]
             pairs = [(seconds[step["step"] - 1], before) for step, before in zip(ahead[1:], trained)]

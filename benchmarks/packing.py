@@ -19,7 +19,7 @@ from megatron_grpo.core.batching.prefix_groups import Alignment, RowColumns, pac
 NUM_COMPLETIONS = 1_000_000
 
 
-def cpu_seconds(work) -> tuple[float, object]:
+def measure_cpu_seconds(work) -> tuple[float, object]:
     found = []
     for _ in range(3):
         start = time.process_time()
@@ -39,29 +39,29 @@ def main() -> None:
     for name, (lengths, max_tokens) in cases.items():
         lengths = lengths.astype(np.int64)
         plain = lengths.tolist()
-        sorting, _ = cpu_seconds(lambda plain=plain: sorted(plain))
-        packing, packed = cpu_seconds(lambda n=lengths, m=max_tokens: pack(n, max_tokens=m, dp_size=8, balance_length=48_000.0))
+        sorting, _ = measure_cpu_seconds(lambda plain=plain: sorted(plain))
+        packing, packed = measure_cpu_seconds(lambda n=lengths, m=max_tokens: pack(n, max_tokens=m, dp_size=8, balance_length=48_000.0))
         efficiency = lengths.sum() / (sum(map(len, packed)) * max_tokens)
         table.add_row(name, f"{packing:.2f}", f"{sorting:.2f}", f"{packing / sorting:.1f}", f"{efficiency:.4f}")
     Console().print(table)
-    Console().print(groups(rng))
+    Console().print(measure_groups(rng))
 
 
-def groups(rng: np.random.Generator) -> Table:
+def measure_groups(rng: np.random.Generator) -> Table:
     """Groups kept together: tokens computed over the fewest possible, and how full micro-batches are."""
     title = f"{NUM_COMPLETIONS:,} completions in groups, each prompt once in each micro-batch, 8 DP ranks"
     table = Table("groups of", "prompt", "budget", "pack, CPU s", "fewer tokens", "of possible", "efficiency", title=title)
     for size, prompt, budget in ((8, 200, 16_384), (16, 512, 16_384), (8, 1000, 65_536)):
         computed = prompt - 1 + np.clip(rng.lognormal(6.2, 0.9, NUM_COMPLETIONS), 1, 8192).astype(np.int64)
 
-        def packing(size=size, prompt=prompt, budget=budget, computed=computed):
+        def pack_rows(size=size, prompt=prompt, budget=budget, computed=computed):
             rows = RowColumns.from_columns(
                 group=np.arange(NUM_COMPLETIONS) // size, prefix=np.full(NUM_COMPLETIONS, prompt), num_contexts=np.ones_like(computed),
                 computed=computed, alignment=Alignment(), balance_length=48_000.0,
             )  # fmt: skip
             return rows, pack_groups(rows.worth(rows.group, 1 / 16), max_tokens=budget, dp_size=8)
 
-        seconds, (rows, packed) = cpu_seconds(packing)
+        seconds, (rows, packed) = measure_cpu_seconds(pack_rows)
         micro_batches = [micro_batch for rank in packed for micro_batch in rank]
         pieces = sum(len(np.unique(rows.group[micro_batch])) for micro_batch in micro_batches)
         apart, tails = int(rows.apart.sum()), int(rows.tail.sum())

@@ -48,18 +48,18 @@ def train(rank: int, world_size: int, flags: list[str], counts: str) -> None:
     step, schedule, sample = LLMEngine.step, Scheduler.schedule, Rollouts.sample
     scheduled, engine_steps = [0, 0], list[tuple[float, int, int]]()  # of the last step; (CPU seconds, requests, tokens) of each
 
-    def counted_schedule(self, *args, **kwargs):
+    def count_schedule(self, *args, **kwargs):
         output = schedule(self, *args, **kwargs)
         scheduled[:] = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
         return output
 
-    def counted_step(self):
+    def count_step(self):
         start = time.process_time()
         outputs = step(self)
         engine_steps.append((time.process_time() - start, *scheduled))
         return outputs
 
-    def counted_sample(self, *args, **kwargs):
+    def count_sample(self, *args, **kwargs):
         engine_steps.clear()
         start = time.process_time()
         result = sample(self, *args, **kwargs)
@@ -69,7 +69,7 @@ def train(rank: int, world_size: int, flags: list[str], counts: str) -> None:
                 file.write(json.dumps(line) + "\n")
         return result
 
-    LLMEngine.step, Scheduler.schedule, Rollouts.sample = counted_step, counted_schedule, counted_sample
+    LLMEngine.step, Scheduler.schedule, Rollouts.sample = count_step, count_schedule, count_sample
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         code = main(["train", *flags])
     if code:
@@ -98,25 +98,25 @@ def measure(config: Path, depth: int, seed: int, steps: int, slots: int) -> dict
                 begun=[one["begun"] for one in counts])  # fmt: skip
 
 
-def costs(run: dict) -> tuple[float, float, float]:
+def fit_costs(run: dict) -> tuple[float, float, float]:
     """Return (a step, a request in it, a prompt's token), in CPU seconds, that fit the engine's steps best."""
     cpu, requests, tokens = np.array([step for one in run["counts"][FIRST:] for step in one["steps"]]).T
     fit = np.linalg.lstsq(np.stack([np.ones_like(cpu), requests, tokens - requests], axis=1), cpu, rcond=None)[0]
     return fit[0], fit[1], fit[2]
 
 
-def simulated(run: dict, depth: int, slots: int) -> tuple[float, float]:
+def simulate(run: dict, depth: int, slots: int) -> tuple[float, float]:
     """Return (engine steps, seconds) of a sampling step, by the simulation of `plan`."""
-    step, request, token = costs(run)
+    step, request, token = fit_costs(run)
     seconds = partial_rollouts.sampling_times(run["lengths"], slots, depth, step=step / request, recomputed=token / request)
     steps = partial_rollouts.sampling_times(run["lengths"], slots, depth, step=1e9, recomputed=0.0)
     return mean(steps[FIRST:-1]) / 1e9, request * mean(seconds[FIRST:-1])
 
 
-def figures(run: dict, depth: int, slots: int) -> dict[str, float]:
+def compute_figures(run: dict, depth: int, slots: int) -> dict[str, float]:
     """Return the means of a run over the sampling steps that count."""
     counted = run["counts"][FIRST:-1]
-    steps, seconds = simulated(run, depth, slots)
+    steps, seconds = simulate(run, depth, slots)
     tokens = sum(map(sum, run["lengths"][FIRST:-1]))
     return {
         "engine steps": mean(len(one["steps"]) for one in counted),
@@ -145,7 +145,7 @@ def main() -> None:
         for seed in range(arguments.seeds):
             for depth in arguments.depths:
                 run = measure(config, depth, seed, arguments.steps, arguments.slots)
-                found.setdefault(depth, []).append(figures(run, depth, arguments.slots))
+                found.setdefault(depth, []).append(compute_figures(run, depth, arguments.slots))
                 print(json.dumps({"depth": depth, "seed": seed, "load": os.getloadavg()[0]} | found[depth][-1]), flush=True)
     table = Table("depth", *found[arguments.depths[0]][0])
     for depth, runs in found.items():

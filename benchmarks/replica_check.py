@@ -29,12 +29,12 @@ MODELS = {"dense": dict(family="qwen3", layers=4, vocab=8000, hidden=256, std=0.
           "MoE": dict(family="qwen3_moe", layers=4, vocab=8000, hidden=256, std=0.02)}  # fmt: skip
 
 
-def measured(path, settings, samples, steps: int):
+def measure(path, settings, samples, steps: int):
     def body(rank, world):
 
         from megatron_grpo.commands.analysis.replica_check import ReplicaCheck
 
-        class Timed(ReplicaCheck):
+        class TimedReplicaCheck(ReplicaCheck):
             seconds = 0.0
 
             def compare(self, *args):
@@ -45,7 +45,7 @@ def measured(path, settings, samples, steps: int):
                     self.seconds += time.process_time() - began
 
         policy = cases.build(path, cases.settings(**settings), world)
-        check, step, total = Timed(1), 0.0, 0.0
+        check, step, total = TimedReplicaCheck(1), 0.0, 0.0
         for index in range(steps):
             rows = [dataclasses.replace(sample, version=index, on_policy_version=index) for sample in samples]
             batch, check.seconds = cases.batch_of(policy, rows, index), 0.0
@@ -71,7 +71,7 @@ def main(steps: int) -> None:
             if not path.exists():
                 write_tiny(path, **MODELS[model])
             [samples] = cases.stored_rollout(path, vocab=8000, num_steps=1, groups=GROUPS, stale=0)
-            found = measured(path, settings, samples, steps)
+            found = measure(path, settings, samples, steps)
             count, step, check = max(found, key=lambda one: one[2] / one[1])
             print(f"| {name} | {count:,} | {step:.3f} | {check:.4f} | {check / (every * step + check):.2%} |", flush=True)
 

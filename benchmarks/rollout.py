@@ -38,13 +38,13 @@ from tests.tiny_models import write_tiny
 OURS, BARE, INSIDE, GENERATE = "ours", "bare vLLM", "bare, our options", "transformers"
 
 
-def cpu_of(work):
+def measure_cpu_seconds(work):
     start = time.process_time()
     result = work()
     return time.process_time() - start, result
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64, help="the longest; the shortest is half of it")
@@ -56,7 +56,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments, console = parsed(), Console(width=140)
+    arguments, console = parse_arguments(), Console(width=140)
     torch.set_num_threads(1)
     path = write_tiny(tempfile.mkdtemp(), "qwen3", hidden=128, layers=4, ffn=256, vocab=512, max_positions=1024, std=0.05)
     longest = arguments.prompt_tokens + arguments.completion
@@ -72,15 +72,15 @@ def main() -> None:
     sampling = SamplingSettings(n=arguments.n, max_completion_length=arguments.completion)
     lengths = rng.integers(arguments.prompt_tokens // 2, arguments.prompt_tokens, arguments.prompts, endpoint=True)
 
-    def prompts(first: int) -> list[Prompt]:
+    def make_prompts(first: int) -> list[Prompt]:
         texts = [" ".join(map(str, rng.integers(4, 512, length))) for length in lengths]
         return [Prompt(number=first + i, row=first + i, raw=text, token_ids=tuple(tokenizer(text).input_ids), columns={})
                 for i, text in enumerate(texts)]  # fmt: skip
 
-    def ask(llm, asked: list[Prompt], params: list[SamplingParams]):
+    def ask_llm(llm, asked: list[Prompt], params: list[SamplingParams]):
         return llm.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in asked], params, use_tqdm=False)
 
-    def as_trl_asks(prompt: Prompt) -> SamplingParams:
+    def make_trl_params(prompt: Prompt) -> SamplingParams:
         return SamplingParams(n=sampling.n, max_tokens=sampling.max_completion_length, logprobs=0, seed=derive_seed(prompt))
 
     def derive_seed(prompt: Prompt):
@@ -88,7 +88,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
 
-    def by_transformers(asked: list[Prompt]):
+    def generate_with_transformers(asked: list[Prompt]):
         texts = [prompt.raw for prompt in asked for _ in range(sampling.n)]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
         with torch.no_grad():
@@ -97,15 +97,15 @@ def main() -> None:
     spent: dict[str, list[float]] = {OURS: [], BARE: [], INSIDE: [], GENERATE: []}
     drawn = []
     for turn in range(arguments.pairs + 1):  # the first warms up
-        asked, found = prompts(turn * arguments.prompts), {}
+        asked, found = make_prompts(turn * arguments.prompts), {}
         ways = {
             OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called at once, below
-            BARE: lambda: ask(bare, asked, [as_trl_asks(prompt) for prompt in asked]),  # noqa: B023 - called in this pass
-            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, derive_seed(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023 - called in this pass
-            GENERATE: lambda: by_transformers(asked),  # noqa: B023 - called in this pass
+            BARE: lambda: ask_llm(bare, asked, [make_trl_params(prompt) for prompt in asked]),  # noqa: B023 - called in this pass
+            INSIDE: lambda: ask_llm(engine._llm, asked, [sampling_params(sampling, derive_seed(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023 - called in this pass
+            GENERATE: lambda: generate_with_transformers(asked),  # noqa: B023 - called in this pass
         }
         for way in ways if turn % 2 else reversed(ways):
-            seconds, found[way] = cpu_of(ways[way])
+            seconds, found[way] = measure_cpu_seconds(ways[way])
             if turn:
                 spent[way].append(seconds)
         for way in (BARE, INSIDE):

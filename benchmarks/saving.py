@@ -50,7 +50,7 @@ GRIDS = [(64, "Qwen3-8B", dict(tp=4, pp=1, ep=1)), (1024, "Qwen2.5-72B", dict(tp
 # ---- simulated ranks ---------------------------------------------------------------------------------------------------------------------
 
 
-def dense_weights(m: dict, tp: int, pp: int, t: int, p: int) -> Iterator[Weight]:
+def iterate_dense_weights(m: dict, tp: int, pp: int, t: int, p: int) -> Iterator[Weight]:
     hidden, width, stage = m["hidden"], 128, m["layers"] // pp
 
     def cut(name: str, rows: int, columns: int, by: int) -> Iterator[Weight]:
@@ -78,7 +78,7 @@ def dense_weights(m: dict, tp: int, pp: int, t: int, p: int) -> Iterator[Weight]
         yield "output_layer", (m["vocab"] // tp, hidden), (m["vocab"], hidden), (t * (m["vocab"] // tp), 0)
 
 
-def expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterator[Weight]:
+def iterate_expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterator[Weight]:
     if not m["experts"]:
         return
     stage, mine = m["layers"] // pp, m["experts"] // ep
@@ -88,7 +88,7 @@ def expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterator[Weight
                 yield f"experts.{name}", (1, 1, *shape), (m["layers"], m["experts"], *shape), (layer, expert, 0, 0)
 
 
-def of_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[list[PlacedShard]]:
+def divide_over_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[list[PlacedShard]]:
     """What each of `size` data-parallel ranks writes of these weights. replicated: names that another tensor-parallel rank writes."""
     own = [weight for weight in weights if weight[0] not in replicated]
     given = divide_tensors([[(number, 2 * prod(shape), rank == 0) for number, (_, shape, _, _) in enumerate(own)] for rank in range(size)])
@@ -113,11 +113,11 @@ def of_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[
                 place = tuple(a + b for a, b in zip(begins, offset, strict=True))
                 pieces += [Shard(f"optimizer.state.{state}.{name}", place, size_, whole, torch.float32) for state in STATES]
             number += 1
-        found.append(placed(pieces))
+        found.append(place_shards(pieces))
     return found
 
 
-def placed(pieces: list[Shard]) -> list[PlacedShard]:
+def place_shards(pieces: list[Shard]) -> list[PlacedShard]:
     result, at = [], 0
     for piece in pieces:
         length = HEADER + prod(piece.shape) * (2 if piece.dtype is torch.bfloat16 else 4)
@@ -126,24 +126,24 @@ def placed(pieces: list[Shard]) -> list[PlacedShard]:
     return result
 
 
-def grid(world: int, m: dict, tp: int, pp: int, ep: int) -> list[list[PlacedShard]]:
+def simulate_grid(world: int, m: dict, tp: int, pp: int, ep: int) -> list[list[PlacedShard]]:
     """What each rank writes. Ranks that hold dense weights alike, and those that hold experts alike, are dealt to in turn."""
     dp, expert_dp = world // (tp * pp), world // (pp * ep)
     ranks: list[list[PlacedShard]] = [[] for _ in range(world)]
     norms = {"input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "router", "final_layernorm"}
     for p in range(pp):
         for t in range(tp):
-            for d, pieces in enumerate(of_replicas(list(dense_weights(m, tp, pp, t, p)), dp, norms if t else set())):
+            for d, pieces in enumerate(divide_over_replicas(list(iterate_dense_weights(m, tp, pp, t, p)), dp, norms if t else set())):
                 ranks[(p * dp + d) * tp + t] += pieces
         for e in range(ep if m["experts"] else 0):
-            for d, pieces in enumerate(of_replicas(list(expert_weights(m, pp, ep, p, e)), expert_dp, set())):
+            for d, pieces in enumerate(divide_over_replicas(list(iterate_expert_weights(m, pp, ep, p, e)), expert_dp, set())):
                 ranks[p * dp * tp + d * ep + e] += pieces
     return ranks
 
 
-def one_grid(world: int, model: str, layout: dict) -> list[str]:
+def measure_grid(world: int, model: str, layout: dict) -> list[str]:
     m = MODELS[model]
-    ranks = grid(world, m, **layout)
+    ranks = simulate_grid(world, m, **layout)
     sizes = [sum(part.length for part in pieces) for pieces in ranks]
     sent = sum(len(pickle.dumps(pieces)) for pieces in ranks)
     before = time.process_time()
@@ -153,8 +153,8 @@ def one_grid(world: int, model: str, layout: dict) -> list[str]:
     pickle.loads(said)
     memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    stage = sum(prod(shape) for _, shape, _, _ in dense_weights(m, layout["tp"], layout["pp"], 0, 0))
-    stage += sum(prod(shape) for _, shape, _, _ in expert_weights(m, layout["pp"], layout["ep"], 0, 0))
+    stage = sum(prod(shape) for _, shape, _, _ in iterate_dense_weights(m, layout["tp"], layout["pp"], 0, 0))
+    stage += sum(prod(shape) for _, shape, _, _ in iterate_expert_weights(m, layout["pp"], layout["ep"], 0, 0))
     return [
         f"{world:,}", f"{model}, {' '.join(f'{name.upper()}{size}' for name, size in layout.items() if size > 1)}",
         f"{statistics.median(map(len, ranks)):.0f} ({max(map(len, ranks))})", f"{sum(1 for pieces in ranks if pieces) / world:.2f}",
@@ -163,12 +163,12 @@ def one_grid(world: int, model: str, layout: dict) -> list[str]:
     ]  # fmt: skip
 
 
-def grids() -> Table:
+def measure_grids() -> Table:
     counted = ("pieces a rank (most)", "files a rank", "GB a rank (most)", "GB of a rank before", "s of the copy")
     described = (".metadata, MB", "sent to rank 0 at the first save, MB", "later, MB", "described in, s of a CPU", "read, MB of memory")
     table = Table("GPUs", "model, layout", *counted, *described)
     for world, model, layout in GRIDS:
-        table.add_row(*one_grid(world, model, layout))
+        table.add_row(*measure_grid(world, model, layout))
     return table
 
 
@@ -194,7 +194,7 @@ def measure(rank: int, world: int, folder: Path, is_async: bool):
     return statistics.median(held[1:]), statistics.median(whole[1:])
 
 
-def real() -> Table:
+def measure_real_saves() -> Table:
     from tests.ranks import run_ranks
 
     table = Table("ranks", "", "held up, ms", "complete after, ms", "MB in files", "files")
@@ -212,7 +212,7 @@ def real() -> Table:
 # ---- the quickstart ----------------------------------------------------------------------------------------------------------------------
 
 
-def quickstart(steps: int) -> Table:
+def measure_quickstart(steps: int) -> Table:
     """Whole runs: `time/checkpoint` is everything that a step waited for."""
     import subprocess
 
@@ -238,5 +238,5 @@ def quickstart(steps: int) -> Table:
 
 if __name__ == "__main__":
     what = sys.argv[1] if len(sys.argv) > 1 else "grids"
-    made = {"grids": grids, "real": real, "quickstart": lambda: quickstart(int(sys.argv[2]) if len(sys.argv) > 2 else 12)}[what]()
+    made = {"grids": measure_grids, "real": measure_real_saves, "quickstart": lambda: measure_quickstart(int(sys.argv[2]) if len(sys.argv) > 2 else 12)}[what]()
     Console(width=200).print(made)

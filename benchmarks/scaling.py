@@ -34,7 +34,7 @@ LAYOUTS = [("dense", "TP2"), ("dense", "TP2 SP"), ("dense", "PP2"), ("dense", "C
 PROMPTS, G, PROMPT, COMPLETION = 8, 8, 64, (32, 192)  # groups, their completions, tokens of a prompt, of a completion (from, to)
 
 
-def rollout(step: int) -> list[Sample]:
+def make_rollout(step: int) -> list[Sample]:
     rng, found = np.random.default_rng(step), []
     for prompt_number in range(PROMPTS):
         prompt, rows = rng.integers(4, 512, PROMPT), []
@@ -58,22 +58,22 @@ def train(rank: int, world: int, path: Path, changes: dict, steps: int):
     gradients: dict[str, np.ndarray] = {}
     act = policy.optimizer.step
 
-    def look_and_act():
+    def record_and_step():
         if not gradients:
             gradients.update(cases.full_gradients(policy))
         return act()
 
-    policy.optimizer.step = look_and_act
+    policy.optimizer.step = record_and_step
     seconds, losses = [], []
     for step in range(steps + 1):
-        batch = cases.batch_of(policy, rollout(step), step)
+        batch = cases.batch_of(policy, make_rollout(step), step)
         begin = time.process_time()
         losses.append(policy.train_step(batch).metrics["loss"])
         seconds.append(time.process_time() - begin)
     return seconds[1:], losses[0], gradients if rank == 0 else {}
 
 
-def check(found, right, layout: str) -> float:
+def check_gradients(found, right, layout: str) -> float:
     """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
     (_, loss, gradients), (_, right_loss, right_gradients) = found, right
     assert gradients.keys() == right_gradients.keys(), gradients.keys() ^ right_gradients.keys()
@@ -83,7 +83,7 @@ def check(found, right, layout: str) -> float:
     return worst
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each layout, beside as many of one rank")
     parser.add_argument("--steps", type=int, default=4, help="of a job, after one that warms up")
@@ -91,7 +91,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments, console = parsed(), Console(width=140)
+    arguments, console = parse_arguments(), Console(width=140)
     table = Table("model", "layout", "one rank, CPU s", "all ranks, CPU s", "all ranks / one: median (from, to)", "gradients differ by",
                   title=f"one train step, medians of {arguments.rounds} pairs of jobs")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def main() -> None:
             for _ in range(arguments.rounds):
                 alone = run_ranks(train, 1, path, {}, arguments.steps, timeout=600)
                 together = run_ranks(train, case.world_size, path, case.settings, arguments.steps, timeout=600)
-                worst = max(worst, check(together[0], alone[0], layout))
+                worst = max(worst, check_gradients(together[0], alone[0], layout))
                 pairs.append((np.median(alone[0][0]), np.median(np.sum([rank[0] for rank in together], axis=0))))
             one, all_ranks = np.array(pairs).T
             ratios = all_ranks / one

@@ -36,7 +36,7 @@ from tests.tiny_models import write_tiny
 MODEL = dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1536, max_positions=1024, std=0.02)
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -46,13 +46,13 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def cpu_of(pids: list[int]) -> float:
+def sum_cpu_seconds(pids: list[int]) -> float:
     """Seconds so far, children included."""
     return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
 
 
 def main() -> None:
-    arguments, console, rng = parsed(), Console(width=140), np.random.default_rng(0)
+    arguments, console, rng = parse_arguments(), Console(width=140), np.random.default_rng(0)
     folder = Path(tempfile.mkdtemp())
     model = write_tiny(folder / "model", **MODEL)
     read = HfReader(model)
@@ -80,11 +80,11 @@ def main() -> None:
                 for i in range(arguments.prompts)
             }  # fmt: skip
             question = GenerationRequest(requests, wire.Sampling(), version=1)
-            before, begun = (time.process_time(), cpu_of(speakers), cpu_of(engines)), time.monotonic()
+            before, begun = (time.process_time(), sum_cpu_seconds(speakers), sum_cpu_seconds(engines)), time.monotonic()
             question.ask(server_group)
             assert question.wait() == 0
             wall = time.monotonic() - begun
-            spent = np.array((time.process_time(), cpu_of(speakers), cpu_of(engines))) - before
+            spent = np.array((time.process_time(), sum_cpu_seconds(speakers), sum_cpu_seconds(engines))) - before
             tokens = sum(len(one.tokens) for drawn in question.answers.values() for one in drawn)
             rows += [(wall, *spent, tokens)] if turn else []
         wall, client, speaker, engine, tokens = np.array(rows).T

@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def cpu_of_tree(pid: int) -> float:
+def read_tree_cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process, of those below it that run, and of those that these have waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0.0
-    return sum(map(int, fields[11:15])) / TICKS + sum(map(cpu_of_tree, children))
+    return sum(map(int, fields[11:15])) / TICKS + sum(map(read_tree_cpu_seconds, children))
 
 
 def run_once(checkout: Path, ranks: int, settings: list[str]) -> dict[str, float]:
@@ -51,7 +51,7 @@ def run_once(checkout: Path, ranks: int, settings: list[str]) -> dict[str, float
             metrics = out / "metrics.jsonl"
             logged = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if logged and logged not in marks:
-                marks[logged] = cpu_of_tree(process.pid), time.monotonic() - began
+                marks[logged] = read_tree_cpu_seconds(process.pid), time.monotonic() - began
             time.sleep(0.02)  # a fraction of a step
         if process.returncode:
             sys.exit(log.read_text())

@@ -21,7 +21,7 @@ TAKEN, LONGEST = 4000, 512
 MIB = 1 << 20
 
 
-class Words:
+class WordTokenizer:
     """A tokenizer that costs nothing: what is measured are rows."""
 
     chat_template = None
@@ -30,7 +30,7 @@ class Words:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
-def write(path: Path, size: int) -> None:
+def write_dataset(path: Path, size: int) -> None:
     row = 0
     with path.open("w") as stream:
         while stream.tell() < size * 1_000_000:
@@ -40,13 +40,13 @@ def write(path: Path, size: int) -> None:
             row += 1
 
 
-def peak_bytes() -> int:
+def read_peak_bytes() -> int:
     """Of the resident set of this process; what `getrusage` tells is its parent's too."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
-def as_parquet(path: Path) -> Path:
+def convert_to_parquet(path: Path) -> Path:
     """The same rows in one row group, which is what most libraries write."""
     import pyarrow
     from pyarrow import parquet
@@ -64,12 +64,12 @@ def measure(path: str, how: str) -> None:
 
     cfg = DataConfig(dataset=path, streaming=how == "streaming", max_prompt_length=LONGEST, load_from_cache_file=False)
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
-    stream = open_stream(cfg, Words(), seed=0)
+    stream = open_stream(cfg, WordTokenizer(), seed=0)
     stream.take(1)
     first = time.perf_counter() - began
     stream.take(TAKEN - 1)
     seconds = time.perf_counter() - began
-    peak = peak_bytes() - before
+    peak = read_peak_bytes() - before
     form = Path(path).suffix
     print(
         f"{form:>8} {how:>10}: {peak / MIB:8,.0f} MiB at most, first prompt after {first:6.2f} s, {TAKEN:,} prompts after {seconds:6.2f} s"
@@ -82,9 +82,9 @@ def main() -> None:
     size = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.jsonl"
-        write(path, size)
+        write_dataset(path, size)
         print(f"{path.stat().st_size / 1e6:,.0f} MB in {sum(1 for _ in path.open('rb')):,} rows")
-        for file in (path, as_parquet(path)):
+        for file in (path, convert_to_parquet(path)):
             for how in ("whole", "streaming"):
                 subprocess.run([sys.executable, __file__, str(file), how], check=True)
 

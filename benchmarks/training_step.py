@@ -50,13 +50,13 @@ KINDS = {
 }
 
 
-def cpu_of(work):
+def measure_cpu_seconds(work):
     start = time.process_time()
     result = work()
     return time.process_time() - start, result
 
 
-class Ours:
+class OurTrainer:
     """The policy, and the step on what TRL trained on."""
 
     def __init__(self, path: Path, arguments: argparse.Namespace):
@@ -77,7 +77,7 @@ class Ours:
 
         self.policy.optimizer.step = step
 
-    def batch(self, tokens):
+    def make_batch(self, tokens):
         """tokens: (prompt, completion, advantage) of each row, group after group."""
         samples = []
         for row, (prompt, completion, advantage) in enumerate(tokens):
@@ -94,7 +94,7 @@ class Ours:
         return batch
 
 
-def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=time.process_time, **config):
+def make_trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=time.process_time, **config):
     """TRL's own trainer. on_step(tokens, seconds): called after each of its optimizer steps. seconds: a clock. config: its own."""
     import transformers
     from datasets import Dataset
@@ -106,7 +106,7 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=t
     rows = kind.prompts * kind.group
     micro = min(arguments.trl_micro_batch, rows)
 
-    def rollout(prompts, trainer):
+    def make_rollout(prompts, trainer):
         lengths = np.full(len(prompts), kind.completion)
         if kind.varies:  # lognormal, sigma 0.9, of this mean
             lengths = np.clip(rng.lognormal(np.log(kind.completion) - 0.405, 0.9, len(prompts)).round(), 1, kind.longest).astype(int)
@@ -115,7 +115,7 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=t
         now.completions = [[*rng.integers(4, 64, length - 1).tolist(), EOS] for length in lengths]
         return {"prompt_ids": now.prompts, "completion_ids": now.completions, "logprobs": None}
 
-    def reward(completions, **unused):
+    def draw_rewards(completions, **unused):
         return rng.normal(size=len(completions)).tolist()
 
     class StepTimer(TrainerCallback):
@@ -128,7 +128,7 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=t
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, arguments.dtype), attn_implementation="sdpa"),
-        reward_funcs=reward,
+        reward_funcs=draw_rewards,
         args=GRPOConfig(**dict(
             output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro,
             num_generations=kind.group, max_completion_length=kind.longest, max_steps=arguments.pairs + 1, learning_rate=1e-6,
@@ -138,34 +138,34 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=t
         train_dataset=Dataset.from_list([{"prompt": str(4 + number)} for number in range(60)]),
         processing_class=AutoTokenizer.from_pretrained(path),
         callbacks=[StepTimer()],
-        rollout_func=rollout,
+        rollout_func=make_rollout,
     )  # fmt: skip
     generate, clip, trainer.first_gradients = trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_, {}
 
-    def generated(inputs):
+    def time_generation(inputs):
         begun = seconds()
         found = generate(inputs)
         now.apart += seconds() - begun
         now.advantages = found["advantages"].tolist()
         return found
 
-    def clipped(parameters, *others, **more):
+    def record_gradients(parameters, *others, **more):
         if not trainer.first_gradients:
             trainer.first_gradients = {name: cases._numpy(p.grad) for name, p in trainer.model.named_parameters()}
         return clip(parameters, *others, **more)
 
-    trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_ = generated, clipped
+    trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_ = time_generation, record_gradients
     return trainer
 
 
-def gemm_rate(tokens: int = 2048, hidden: int = 128, out: int = 256) -> float:
+def measure_gemm_rate(tokens: int = 2048, hidden: int = 128, out: int = 256) -> float:
     """GFLOP/s of a product of the model's size: what this machine gives at this moment."""
     x, w, y = torch.randn(tokens, hidden), torch.randn(hidden, out), torch.empty(tokens, out)
-    spent = [cpu_of(lambda: [torch.mm(x, w, out=y) for _ in range(20)])[0] / 20 for _ in range(5)]
+    spent = [measure_cpu_seconds(lambda: [torch.mm(x, w, out=y) for _ in range(20)])[0] / 20 for _ in range(5)]
     return 2e-9 * tokens * hidden * out / min(spent)
 
 
-def least_products(policy, batch) -> float:
+def count_least_products(policy, batch) -> float:
     """GFLOP of the matrix products that a step cannot do without: three a token and matrix, and the same of the head for trained tokens."""
     sizes = {name: tensor.numel() for name, tensor in policy.named_weights() if tensor.dim() == 2}
     head = sizes.pop("lm_head.weight", 0) or sizes["model.embed_tokens.weight"]
@@ -175,7 +175,7 @@ def least_products(policy, batch) -> float:
     return 6e-9 * (sum(sizes.values()) * computed + head * trained)
 
 
-def profile(policy, batch) -> Table:
+def profile_step(policy, batch) -> Table:
     """Seconds of one step by kind of work, and those of the head."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         begun = (
@@ -196,7 +196,7 @@ def profile(policy, batch) -> Table:
     return table
 
 
-def head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
+def measure_head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
     """MiB that this process holds at most above what it held before, while the head goes forward and backward."""
     from megatron_grpo.core.parallel.vocab import linear_logprobs
 
@@ -221,7 +221,7 @@ def head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
     return (highest - before) / 2**20
 
 
-def compare(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], bar: float = 1e-4) -> float:
+def compare_gradients(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], bar: float = 1e-4) -> float:
     """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
     worst, name = max((float(np.linalg.norm(mine[n] - g) / np.linalg.norm(g)), n) for n, g in theirs.items())
@@ -230,11 +230,11 @@ def compare(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], bar: flo
     return worst
 
 
-def spread(values) -> str:
+def format_spread(values) -> str:
     return f"{np.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--batch", choices=BATCHES, default="D")
     parser.add_argument("--pairs", type=int, default=5)
@@ -248,34 +248,34 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments, console = parsed(), Console()
+    arguments, console = parse_arguments(), Console()
     torch.set_num_threads(1)
     kind = BATCHES[arguments.batch]
     path = write_tiny(tempfile.mkdtemp(), "qwen3", vocab=kind.vocab, hidden=128, layers=4, ffn=256, max_positions=1024, std=0.05)
-    peak = head_peak(kind.vocab) if arguments.profile else 0.0
-    ours, pairs, reached, last = Ours(path, arguments), [], [], []
+    peak = measure_head_peak(kind.vocab) if arguments.profile else 0.0
+    ours, pairs, reached, last = OurTrainer(path, arguments), [], [], []
 
-    def turn(tokens, of_trl):
-        batch = ours.batch(tokens)
-        pairs.append((of_trl, cpu_of(lambda: ours.policy.train_step(batch))[0]))
-        reached.append(least_products(ours.policy, batch) / gemm_rate() / pairs[-1][1])
+    def train_pair(tokens, of_trl):
+        batch = ours.make_batch(tokens)
+        pairs.append((of_trl, measure_cpu_seconds(lambda: ours.policy.train_step(batch))[0]))
+        reached.append(count_least_products(ours.policy, batch) / measure_gemm_rate() / pairs[-1][1])
         last[:] = [batch]
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ours has set them; TRL would wrap its model in DDP and be the slower for it
         os.environ.pop(name, None)
-    trainer = trl_trainer(path, arguments, turn)
+    trainer = make_trl_trainer(path, arguments, train_pair)
     trainer.train()
     assert trainer.model_wrapped is trainer.model
-    console.print(f"worst gradient tensor against TRL's: {compare(ours.gradients, trainer.first_gradients):.1e} of its norm")
+    console.print(f"worst gradient tensor against TRL's: {compare_gradients(ours.gradients, trainer.first_gradients):.1e} of its norm")
     theirs, mine = zip(*pairs[1:])  # the first step allocates
     table = Table("", "median (from, to)", title=f"batch {arguments.batch}, {len(mine)} pairs")
-    table.add_row("TRL, CPU s", spread(theirs))
-    table.add_row("ours, CPU s", spread(mine))
-    table.add_row("TRL / ours, of pairs", spread([a / b for a, b in zip(theirs, mine)]))
-    table.add_row("ours, of the GEMM limit", spread(reached[1:]))
+    table.add_row("TRL, CPU s", format_spread(theirs))
+    table.add_row("ours, CPU s", format_spread(mine))
+    table.add_row("TRL / ours, of pairs", format_spread([a / b for a, b in zip(theirs, mine)]))
+    table.add_row("ours, of the GEMM limit", format_spread(reached[1:]))
     console.print(table)
     if arguments.profile:
-        console.print(profile(ours.policy, last[0]))
+        console.print(profile_step(ours.policy, last[0]))
         console.print(f"the head on 4,096 tokens and {kind.vocab:,} words: at most {peak:.0f} MiB above the model")
 
 

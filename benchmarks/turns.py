@@ -44,11 +44,11 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.chat_models import chat_tokenizer
 
-    class Again(Environment):
+    class RepeatingEnvironment(Environment):
         def reply(self, turn):
             return [{"role": "user", "content": "again"}], 0.0, False
 
-    class Cut(EngineTurnSampler):
+    class FixedLengthSampler(EngineTurnSampler):
         """Turns of so many tokens."""
 
         def submit(self, key, token_ids, *, seed, max_tokens):
@@ -65,18 +65,18 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     ids = tuple(tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"])
     prompts = [Prompt(number=i, row=i, raw=question, token_ids=ids, columns={}) for i in range(args.episodes // 8)]
     limits = dict(max_turns=args.turns, max_completion_length=800, max_model_len=1000, timeout=60.0, concurrency=64)
-    stage = EpisodeRunnerFactory(environment=Again, template=ChatTemplate(tokenizer, end_ids=[2]), system=None, **limits)
+    stage = EpisodeRunnerFactory(environment=RepeatingEnvironment, template=ChatTemplate(tokenizer, end_ids=[2]), system=None, **limits)
     sampling = SamplingSettings(n=8, max_completion_length=args.tokens)
 
-    def episodes() -> int:
+    def run_episodes() -> int:
         asked.clear()
         play = EpisodeRunner(stage, prompts, n=8, derive_seed=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
-        turns = Cut(engine._llm.llm_engine, sampling, version=0)
+        turns = FixedLengthSampler(engine._llm.llm_engine, sampling, version=0)
         while not play.advance(turns, 10.0, version=0):
             pass
         return sum(one.num_sampled for group in play.groups() for one in group.completions)
 
-    def batch() -> int:
+    def run_batch() -> int:
         turns = EngineTurnSampler(engine._llm.llm_engine, sampling, version=0)
         for place, (token_ids, seed) in enumerate(asked):
             turns.submit((place, 0), token_ids, seed=seed, max_tokens=args.tokens)
@@ -86,10 +86,10 @@ def measure(path: Path, args: argparse.Namespace) -> None:
         return count
 
     asked: list[tuple[tuple[int, ...], int]] = []
-    episodes(), batch()  # warm
+    run_episodes(), run_batch()  # warm
     for round_ in range(args.rounds):
         found = {}
-        for name, work in (("episodes", episodes), ("batch", batch)):
+        for name, work in (("episodes", run_episodes), ("batch", run_batch)):
             engine._forget_prefixes()
             began, wall = time.process_time(), time.monotonic()
             tokens = work()

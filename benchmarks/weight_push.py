@@ -51,7 +51,7 @@ CASES = [("dense", DENSE, {}), ("dense", DENSE, dict(tp=2)), ("dense", DENSE, di
          ("64 experts", MOE, dict(ep=2)), ("64 experts", MOE, dict(tp=2, etp=2))]  # fmt: skip
 
 
-def shards(weight_map: WeightMap, read, p) -> dict[str, torch.Tensor]:
+def load_shards(weight_map: WeightMap, read, p) -> dict[str, torch.Tensor]:
     """What a rank holds, each shard in memory of its own."""
     found = {}
     for name in weight_map.megatron_names():
@@ -65,7 +65,7 @@ def shards(weight_map: WeightMap, read, p) -> dict[str, torch.Tensor]:
     return found
 
 
-class Alive(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Bytes of the memory that was taken inside and is still held, at most."""
 
     def __init__(self, *before: torch.Tensor):
@@ -89,7 +89,7 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
     shape = ModelShape.from_hf(config)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
     held = {name: torch.randn(size, generator=torch.Generator().manual_seed(0)) for name, size in hf_shapes(shape).items()}
-    exchange, mine = MegatronToHF(weight_map, p), shards(weight_map, held.__getitem__, p)
+    exchange, mine = MegatronToHF(weight_map, p), load_shards(weight_map, held.__getitem__, p)
     plan = exchange.plan(mine, "weights")
     num_bytes = sum(tensor.nbytes for tensor in held.values())
     source, target = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
@@ -131,12 +131,12 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
     with wire() as counted:
         stream()
     assert counted.collectives == num_collectives(plan.buckets, plan.ranks)
-    with Alive(*mine.values(), *held.values()) as alive:
+    with PeakMemory(*mine.values(), *held.values()) as alive:
         load()
     return num_bytes, counted.collectives, counted.received, alive.peak, {way: statistics.median(times) for way, times in spent.items()}
 
 
-def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool):
+def push_into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool):
     """(tensors, bytes, CPU seconds by way) of pushes into a real engine of this process. is_packed: by oneDNN, as a CPU's engine is."""
     from megatron_grpo.core.rollout import vllm_patches
     from megatron_grpo.core.rollout.vllm_weights import WeightLoader
@@ -145,7 +145,7 @@ def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool)
 
     p, shape, read = start(Layout(world_size=1)), ModelShape.from_pretrained(path), HfReader(path)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
-    exchange, mine = MegatronToHF(weight_map, p), shards(weight_map, read, p)
+    exchange, mine = MegatronToHF(weight_map, p), load_shards(weight_map, read, p)
     num_bytes = sum(tensor.nbytes for tensor in mine.values())
     source, target = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
     spent: dict[str, list[float]] = {"memcpy": [], "reload": [], "table": [], "packing": []}
@@ -179,14 +179,14 @@ def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool)
     return num_tensors, num_bytes, {way: statistics.median(times) for way, times in spent.items()}
 
 
-def engines(rounds: int) -> Table:
+def measure_engines(rounds: int) -> Table:
     table = Table("model", "tensors", "MB", "memcpy ms", "vLLM's reload ms", "by the table ms", "of it packing ms", "us a tensor, reload",
                   "table", "memcpy rate, reload", "table", "without packing",
                   title=f"one push on one rank into a real engine, float32, CPU time, medians of {rounds}")  # fmt: skip
     for title, model in ENGINES.items():
         with tempfile.TemporaryDirectory() as folder:
             num_tensors, num_bytes, seconds = run_ranks(
-                into_engine, 1, write_tiny(folder, **model), rounds, "kept" not in title, timeout=300
+                push_into_engine, 1, write_tiny(folder, **model), rounds, "kept" not in title, timeout=300
             )[0]
         memcpy, reload, by_table, packing = (1000 * seconds[way] for way in ("memcpy", "reload", "table", "packing"))
         times = (memcpy, reload, by_table, packing, 1000 * reload / num_tensors, 1000 * (by_table - packing) / num_tensors)
@@ -198,7 +198,7 @@ def engines(rounds: int) -> Table:
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     console = Console(width=170)
-    console.print(engines(rounds))
+    console.print(measure_engines(rounds))
     columns = (
         "model",
         "ranks",

@@ -18,7 +18,7 @@ def write_seeing(folder: Path, kind: str = "qwen2_5_vl") -> Path:
     """A checkpoint with tokenizer and image processor; norms and biases are random too."""
     import make_tiny_vlm
 
-    model, _ = make_tiny_vlm.new_model(folder, kind, draws_norms=True)
+    model, _ = make_tiny_vlm.initialize_model(folder, kind, draws_norms=True)
     model.save_pretrained(folder)
     if kind == "qwen3_vl_moe":
         vision_cases.as_on_the_hub(folder)

@@ -28,13 +28,13 @@ SYSTEMS = {
 }
 
 
-def theirs(system: str) -> tuple[str, dict[str, str]]:
+def read_arguments(system: str) -> tuple[str, dict[str, str]]:
     """Return (source of the list, default by name)."""
     head, *lines = (ROOT / "tools" / "theirs" / f"{system}.tsv").read_text(encoding="utf-8").splitlines()
     return head.removeprefix("# "), dict(line.split("\t") for line in lines)
 
 
-def native_of(dialect: SourceFramework, name: str) -> str:
+def find_setting(dialect: SourceFramework, name: str) -> str:
     """Return the setting that a name means by itself; empty if there is none."""
     row = dialect.row(name)[1]
     if row is not None:
@@ -57,7 +57,7 @@ def describe(row: FrameworkArg) -> str:
     return f"ignored: {row.why or NOTHING}"
 
 
-def here(dialect: SourceFramework, name: str) -> str:
+def describe_argument(dialect: SourceFramework, name: str) -> str:
     """Return a phrase on what a foreign name is here; empty if no table has it."""
     size = dialect.size(name)
     row = dialect.row(name)[1]
@@ -69,66 +69,66 @@ def here(dialect: SourceFramework, name: str) -> str:
         return f"a size: {'; '.join(said)}"
     if row is not None:
         return describe(row)
-    native = native_of(dialect, name)
+    native = find_setting(dialect, name)
     return f"`{native}`" if native else ""
 
 
-def rows(system: str) -> Iterator[tuple[str, str, str, str]]:
+def iterate_arguments(system: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield (name, default there, what it is here, default here) of each argument."""
     dialect = DIALECTS[system]
-    for name, default in theirs(SYSTEMS[system][0])[1].items():
-        native = native_of(dialect, name)
+    for name, default in read_arguments(SYSTEMS[system][0])[1].items():
+        native = find_setting(dialect, name)
         size = dialect.size(name)
         ours = format_value(table()[native].default) if native else format_value(dialect.settings[size].default) if size else ""
-        yield name, default, here(dialect, name), ours
+        yield name, default, describe_argument(dialect, name), ours
 
 
-def cell(text: str) -> str:
+def escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ") or "-"
 
 
-def defaults(theirs: str, ours: str) -> str:
+def format_defaults(theirs: str, ours: str) -> str:
     """Return both defaults as one cell: one value where they are equal or there is no setting here."""
-    return f"`{cell(theirs)}`" if ours in ("", theirs) else f"`{cell(theirs)}`; here `{cell(ours)}`"
+    return f"`{escape_cell(theirs)}`" if ours in ("", theirs) else f"`{escape_cell(theirs)}`; here `{escape_cell(ours)}`"
 
 
-def counts(system: str) -> tuple[int, int, int]:
+def count_kinds(system: str) -> tuple[int, int, int]:
     """Return the numbers of arguments that are translated, ignored and refused."""
-    kinds = [what.partition(":")[0].split(" (")[0] for _, _, what, _ in rows(system)]
+    kinds = [what.partition(":")[0].split(" (")[0] for _, _, what, _ in iterate_arguments(system)]
     refused, aside = kinds.count("refused"), kinds.count("ignored")
     return len(kinds) - refused - aside, aside, refused
 
 
-def page(system: str) -> str:
+def make_page(system: str) -> str:
     """Return the page with the arguments of one system, as Markdown.
 
     Args:
         system: Name of the dialect.
     """
     file, title = SYSTEMS[system]
-    translated, aside, refused = counts(system)
+    translated, aside, refused = count_kinds(system)
     lines = [
         f"# Arguments of {title}",
         "",
-        f"{translated + aside + refused} arguments of {theirs(file)[0]}: {translated} are translated, {aside} are ignored, {refused} are "
+        f"{translated + aside + refused} arguments of {read_arguments(file)[0]}: {translated} are translated, {aside} are ignored, {refused} are "
         f"refused. Use them with `--dialect {system}`, on the command line or in a file.",
     ]
     section = None
-    for name, default, what, ours in sorted(rows(system), key=lambda row: section_of(row[0])):
-        if section != section_of(name):
-            section = section_of(name)
+    for name, default, what, ours in sorted(iterate_arguments(system), key=lambda row: find_section(row[0])):
+        if section != find_section(name):
+            section = find_section(name)
             lines += ["", *([f"## `{section}`", ""] if section else []), "| Argument | Default | Here |", "|---|---|---|"]
-        lines.append(f"| `{name.removeprefix(f'{section}.')}` | {defaults(default, ours)} | {cell(what)} |")
+        lines.append(f"| `{name.removeprefix(f'{section}.')}` | {format_defaults(default, ours)} | {escape_cell(what)} |")
     return "\n".join([*lines, ""])
 
 
-def section_of(name: str) -> str:
+def find_section(name: str) -> str:
     """Return the section of a dotted name, such as `actor_rollout_ref.actor.megatron`: at most three words, so that rows stay narrow."""
     return ".".join(name.split(".")[:-1][:3])
 
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1] in SYSTEMS:
-        print(page(sys.argv[1]), end="")
+        print(make_page(sys.argv[1]), end="")
     else:
         sys.exit(f"usage: python tools/arguments.py {{{','.join(SYSTEMS)}}}")

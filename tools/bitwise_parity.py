@@ -35,7 +35,7 @@ def main() -> int:
         for dtype, model in ((dtype, model) for dtype in args.dtypes for model in args.models):
             path = cases.write(Path(folder) / f"{model}, {dtype}", model, dtype)
             for layout in (layout for layout in args.layouts if cases.suits(model, layout, dtype)):
-                found = all_mismatches(path, layout, dtype, args.steps)
+                found = count_mismatches(path, layout, dtype, args.steps)
                 count, wrong = count + 1, wrong + (found is None or not all(one.is_exact for one in found.values()))
                 cells = ["failed"] * len(cases.COMPARED) if found is None else [str(found[name]) for name in cases.COMPARED]
                 print(f"| {dtype} | {model} | {layout} | {' | '.join(cells)} |", flush=True)
@@ -43,7 +43,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def all_mismatches(path: Path, layout: str, dtype: str, steps: int) -> dict[str, cases.Count] | None:
+def count_mismatches(path: Path, layout: str, dtype: str, steps: int) -> dict[str, cases.Count] | None:
     """None where ranks failed."""
     case = cases.LAYOUTS[layout]
 

@@ -31,8 +31,8 @@ from tests import combinations as every
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 
-RUNS_OF_ONE_MODEL = 10
-OF_VESPO = 6e-6  # its weight is a power of a product over a sequence, and so multiplies the rounding of all its log-probs
+RUNS_PER_MODEL = 10
+VESPO_LIMIT = 6e-6  # its weight is a power of a product over a sequence, and so multiplies the rounding of all its log-probs
 
 
 def main() -> int:
@@ -41,32 +41,32 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    return at_random(args.random, args.seed) if args.random else product(args.layouts)
+    return compare_random(args.random, args.seed) if args.random else compare_all(args.layouts)
 
 
-def product(layouts: list[str]) -> int:
+def compare_all(layouts: list[str]) -> int:
     runs, is_good = every.iterate_runs(every.whole_product()), True
     with tempfile.TemporaryDirectory() as name:
         made = every.material(Path(name))
         right = every.expect(made, runs, Path(name))
         for layout in layouts:
-            is_good &= measured(layout, made, runs, right, bar=1e-6)[2]
+            is_good &= compare_layout(layout, made, runs, right, bar=1e-6)[2]
     return 0 if is_good else 1
 
 
-def at_random(count: int, seed: int) -> int:
+def compare_random(count: int, seed: int) -> int:
     worst_loss, worst_gradient, is_good, done, with_quantile = 0.0, 0.0, True, 0, 0
     while done < count:
         rng = np.random.default_rng([seed, done])
         layout = str(rng.choice([name for name, case in cases.LAYOUTS.items() if not case.needs_experts]))
         shape = every.RANDOM_SHAPES[rng.integers(len(every.RANDOM_SHAPES))]
         groups = every.random_groups(rng)
-        runs = every.random_runs(rng, cases.LAYOUTS[layout], min(RUNS_OF_ONE_MODEL, count - done))
+        runs = every.random_runs(rng, cases.LAYOUTS[layout], min(RUNS_PER_MODEL, count - done))
         with tempfile.TemporaryDirectory() as name:
             made = every.material(Path(name), int(rng.integers(1000)), groups, layers=4, **shape)
             right = every.expect(made, runs, Path(name))
             print(f"{done:4} {shape} {groups}")
-            loss, gradient, good = measured(layout, made, runs, right, bar=5e-6)
+            loss, gradient, good = compare_layout(layout, made, runs, right, bar=5e-6)
         worst_loss, worst_gradient, is_good = max(worst_loss, loss), max(worst_gradient, gradient), is_good and good
         done += len(runs)
         with_quantile += sum(cfg.top_entropy_quantile < 1 for cfg, _ in runs.values())
@@ -76,10 +76,10 @@ def at_random(count: int, seed: int) -> int:
 
 def is_rounding(loss_type: str, error: float, tensor: str = "") -> bool:
     """tensor: of a gradient's error; a loss's has none."""
-    return loss_type == "vespo" and not tensor and error <= OF_VESPO
+    return loss_type == "vespo" and not tensor and error <= VESPO_LIMIT
 
 
-def measured(layout: str, made: every.Material, runs: every.Runs, right: every.Expected, *, bar: float) -> tuple[float, float, bool]:
+def compare_layout(layout: str, made: every.Material, runs: every.Runs, right: every.Expected, *, bar: float) -> tuple[float, float, bool]:
     """(worst loss, worst gradient, whether all is well), and a line about it. bar: by how much a loss may be off."""
     start, case = time.perf_counter(), cases.LAYOUTS[layout]
     found = run_ranks(every.measure, case.world_size, made, case.settings, runs, right, timeout=3600)[-1]

@@ -35,27 +35,27 @@ class Feature:
     page: str
     model: str = TEXT
 
-    def beside(self, other: Feature) -> tuple[str, str] | None:
+    def combine_with(self, other: Feature) -> tuple[str, str] | None:
         """Return (architecture, settings) of both features; None if no model has both."""
         models = {self.model, other.model} - {TEXT} or {TEXT}
         return (models.pop(), f"{self.typed} {other.typed}") if len(models) == 1 else None
 
 
-def features() -> list[Feature]:
+def read_features() -> list[Feature]:
     """Return the features, in the order of the table."""
-    return [Feature(**row) for row in _data()["features"]]
+    return [Feature(**row) for row in _read_table()["features"]]
 
 
-def refused_with_images() -> dict[str, str]:
+def read_refused_with_images() -> dict[str, str]:
     """Return the reason by the name of each feature that is refused when rows with images are read."""
-    return _data()["refused_with_images"]
+    return _read_table()["refused_with_images"]
 
 
-def _data() -> dict[str, Any]:
+def _read_table() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-def architectures() -> dict[str, Mapping]:
+def make_configs() -> dict[str, Mapping]:
     """Return the config.json of each architecture that features need."""
     from tests.unit.test_composition import COMMON, MODELS
     from tests.unit.weights.test_vision import QWEN2_5_VL_7B
@@ -65,7 +65,7 @@ def architectures() -> dict[str, Mapping]:
     }
 
 
-def problems(model: str, typed: str) -> list[str]:
+def find_problems(model: str, typed: str) -> list[str]:
     """Return the messages with which these settings are refused; empty if they are accepted.
 
     Args:
@@ -87,30 +87,30 @@ def problems(model: str, typed: str) -> list[str]:
 
 
 @cache
-def refusals() -> dict[tuple[int, int], list[str] | None]:
+def find_refusals() -> dict[tuple[int, int], list[str] | None]:
     """Return the messages for each pair of features, by their numbers in the table; None if no model has both.
 
     A pair of equal numbers is the feature alone.
     """
-    rows, here = features(), os.getcwd()
+    rows, here = read_features(), os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
-        for name, config in architectures().items():
+        for name, config in make_configs().items():
             Path(folder, name).mkdir()
             Path(folder, name, "config.json").write_text(json.dumps(config))
         os.chdir(folder)  # messages name the model's path
         try:
-            found = {(k, k): problems(row.model, row.typed) for k, row in enumerate(rows)}
+            found = {(k, k): find_problems(row.model, row.typed) for k, row in enumerate(rows)}
             for (i, one), (j, other) in combinations(enumerate(rows), 2):
-                both = one.beside(other)
-                found[i, j] = None if both is None else problems(*both)
+                both = one.combine_with(other)
+                found[i, j] = None if both is None else find_problems(*both)
         finally:
             os.chdir(here)
     return found
 
 
-def tables() -> str:
+def make_tables() -> str:
     """Return the generated part of docs/composition.md: the table of pairs, and the reasons of the refusals."""
-    rows, found, with_images = features(), refusals(), refused_with_images()
+    rows, found, with_images = read_features(), find_refusals(), read_refused_with_images()
     reasons: dict[str, list[str]] = {}
     lines = [
         '<div class="compact" markdown>',

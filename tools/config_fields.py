@@ -16,15 +16,15 @@ from typing import Any
 from megatron_grpo.core.weights.families import FAMILIES, FILE
 
 # Words of config.json that transformers reads and that no class has as a field: what they take, and what they are where nothing is said.
-PART = "int|float|NoneType"
-BESIDES: dict[str, list[Any]] = {
+ROTARY_FACTOR = "int|float|NoneType"
+COMMON_EXTRAS: dict[str, list[Any]] = {
     "is_causal": ["bool", True],
     "per_layer_config": ["NoneType", None],
-    "partial_rotary_factor": [PART, None],
+    "partial_rotary_factor": [ROTARY_FACTOR, None],
     "head_dim": ["int|NoneType", None],
 }
 HYBRID: dict[str, list[Any]] = {
-    "partial_rotary_factor": [PART, 0.25],
+    "partial_rotary_factor": [ROTARY_FACTOR, 0.25],
     "full_attention_interval": ["int", 4],
     "attn_output_gate": ["bool", True],
     "output_gate_type": ["str|NoneType", None],
@@ -33,8 +33,8 @@ HYBRIDS = (
     *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
 )
-BESIDES_OF = {
-    "Glm4MoeForCausalLM": {"partial_rotary_factor": [PART, 0.5]},
+FAMILY_EXTRAS = {
+    "Glm4MoeForCausalLM": {"partial_rotary_factor": [ROTARY_FACTOR, 0.5]},
     **dict.fromkeys(HYBRIDS, HYBRID),
     "Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings": ["bool", False]},  # of the whole model, not of its text model
     "MiniMaxM2ForCausalLM": {"rotary_dim": ["int|NoneType", None]},
@@ -44,7 +44,7 @@ THETAS = {"global": "rope_theta", "local": "rope_local_base_freq"}
 KINDS = ("int", "float", "bool", "str", "list", "dict", "NoneType")
 
 
-def classes() -> dict[str, list[type]]:
+def find_classes() -> dict[str, list[type]]:
     """{family: its class, and that of its text model before it where it is another one's}"""
     import transformers
     from transformers import PreTrainedConfig
@@ -59,15 +59,15 @@ def classes() -> dict[str, list[type]]:
     return found
 
 
-def fields_of(kinds: list[type]) -> dict[str, list[Any]]:
+def read_fields(kinds: list[type]) -> dict[str, list[Any]]:
     """{field: [the JSON that it takes, its default]}; of the first class, and what others add."""
-    found = {field.name: [_json(str(field.type)), _plain(field.default)] for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+    found = {field.name: [_format_type(str(field.type)), _make_json_value(field.default)] for kind in reversed(kinds) for field in dataclasses.fields(kind)}
     theta = kinds[0].default_theta if "rope_parameters" in found else {}
     thetas = theta if isinstance(theta, dict) else {"global": theta}
     return found | {THETAS[layers]: ["int|float", value] for layers, value in thetas.items()}
 
 
-def _json(annotation: str) -> str:
+def _format_type(annotation: str) -> str:
     if "Literal" in annotation:
         return "str|NoneType"
     outer = re.sub(r"dict\[[^]]*\]", "dict", annotation.replace("typing.Any", "str")).replace("None", "NoneType")
@@ -76,28 +76,28 @@ def _json(annotation: str) -> str:
     return "|".join([kind for kind in KINDS if kind in words] + lists)
 
 
-def _plain(value: Any) -> Any:
+def _make_json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else None if value is dataclasses.MISSING else value
 
 
-def made() -> dict[str, Any]:
+def make_table() -> dict[str, Any]:
     """The table as the installed transformers makes it, without what is said by hand."""
     common, families = {}, {}
-    for family, kinds in classes().items():
-        fields = fields_of(kinds)
+    for family, kinds in find_classes().items():
+        fields = read_fields(kinds)
         if family == "every family":
-            common = fields | BESIDES
+            common = fields | COMMON_EXTRAS
             continue
         names = {alias: name for kind in kinds for alias, name in kind.attribute_map.items()}
         pairs = {**names, **{name: alias for alias, name in names.items()}}
         families[family] = {
-            "fields": {name: said for name, said in fields.items() if said != common.get(name)} | BESIDES_OF.get(family, {}),
+            "fields": {name: said for name, said in fields.items() if said != common.get(name)} | FAMILY_EXTRAS.get(family, {}),
             "aliases": {alias: name for alias, name in pairs.items() if name in fields and alias not in fields},
         }
     return {"every family": common, "families": families}
 
 
-def written(table: dict[str, Any]) -> str:
+def format_table(table: dict[str, Any]) -> str:
     """As the file has it."""
     text = json.dumps({key: value for key, value in table.items() if key != "families"}, indent=None)[:-1] + ', "families": {'
     lines = [*textwrap.wrap(text, 140, break_on_hyphens=False)]
@@ -109,4 +109,4 @@ def written(table: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     by_hand = {key: json.loads(FILE.read_text(encoding="utf-8"))[key] for key in ("idle", "refused")}
-    FILE.write_text(written({**by_hand, **made()}), encoding="utf-8")
+    FILE.write_text(format_table({**by_hand, **make_table()}), encoding="utf-8")

@@ -38,7 +38,7 @@ API = {
 }
 
 
-def sources() -> dict[Path, Path]:
+def find_sources() -> dict[Path, Path]:
     """Every page that is written by hand -> where it stands below `PAGES`."""
     found = {ROOT / name: Path(name.lower()) for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
     found[ROOT / "README.md"] = Path("index.md")
@@ -54,10 +54,10 @@ def sources() -> dict[Path, Path]:
     return found
 
 
-def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> str:
+def rewrite_links(text: str, page: Path, place: Path, places: dict[Path, Path]) -> str:
     """The page's text with links as the site has them. A file that is no page is named, not linked; a picture is copied."""
 
-    def new(match: re.Match[str]) -> str:
+    def replace_link(match: re.Match[str]) -> str:
         mark, words, target = match.groups()
         path, _, anchor = target.partition("#")
         if not path or re.match(r"[a-z]+:", target):
@@ -74,16 +74,16 @@ def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> st
             return words if words.startswith("`") else f"{words} (`{os.path.relpath(file, ROOT)}`)"
         return f"{mark}[{words}]({os.path.relpath(where, place.parent)}{'#' + anchor if anchor else ''})"
 
-    text = LINK.sub(new, text)
+    text = LINK.sub(replace_link, text)
     return re.sub(r'src="docs/(assets/[\w.]+)"', r'src="\1"', text)
 
 
-def settings_page() -> str:
+def make_settings_page() -> str:
     """Every setting with type, default, unit, range and aliases, from the table that the parser uses."""
     from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.config.table import table
 
-    def plain(value: object) -> str:
+    def escape(value: object) -> str:
         return str(value).replace("|", "\\|").replace("<", "&lt;")
 
     titles = {name: (type(section).__doc__ or name).strip() for name, section in Config().groups().items()}
@@ -98,18 +98,18 @@ def settings_page() -> str:
         bounds = [("at least", row.range.at_least), ("above", row.range.above), ("at most", row.range.at_most), ("below", row.range.below)]
         facts = {
             "Type": kind,
-            "Default": f"`{plain(row.default)}`" if row.default not in ("", [], {}) else "empty",
+            "Default": f"`{escape(row.default)}`" if row.default not in ("", [], {}) else "empty",
             "Unit": row.unit,
             "Range": ", ".join(f"{word} {value}" for word, value in bounds if value is not None),
             "Aliases": ", ".join(f"`--{alias}`" for alias in row.aliases),
         }
-        lines += [f"### `--{row.name}` {{ #{row.name} }}", "", plain(row.help[:1].upper() + row.help[1:]), ""]
+        lines += [f"### `--{row.name}` {{ #{row.name} }}", "", escape(row.help[:1].upper() + row.help[1:]), ""]
         lines += [f"- {name}: {value}" for name, value in facts.items() if value]
-        lines += [f"- Not accepted: `{value}`: {plain(why)}" for value, why in row.refused.items()] + [""]
+        lines += [f"- Not accepted: `{value}`: {escape(why)}" for value, why in row.refused.items()] + [""]
     return "\n".join(lines)
 
 
-def commands_page() -> str:
+def make_commands_page() -> str:
     """What `--help` of each command says before its settings."""
     from megatron_grpo.commands.start.show import COMMANDS, print_help, print_overview
 
@@ -127,11 +127,11 @@ def commands_page() -> str:
     return "\n".join([*lines, ""])
 
 
-def metrics_tables() -> str:
+def make_metrics_tables() -> str:
     """Return the tables of docs/metrics.md, from the registry that tests hold runs against."""
     from megatron_grpo.run.metrics import registry
 
-    def meaning(metric: registry.Metric) -> str:
+    def format_meaning(metric: registry.Metric) -> str:
         unit = f" Unit: {metric.unit}." if metric.unit not in metric.meaning else ""
         page = f" See [{metric.page.removesuffix('.md').replace('_', ' ')}]({metric.page})." if metric.page else ""
         return metric.meaning + unit + page
@@ -140,42 +140,42 @@ def metrics_tables() -> str:
     for title, metrics in registry.groups().items():
         if title == registry.EVALUATIONS:
             lines += ["### Evaluations", "", "| Number in evaluations.jsonl | Meaning | Written with |", "|---|---|---|"]
-            lines += [f"| `{metric.name}` | {meaning(metric)} | {metric.when or 'every evaluation'} |" for metric in metrics]
+            lines += [f"| `{metric.name}` | {format_meaning(metric)} | {metric.when or 'every evaluation'} |" for metric in metrics]
             continue
         lines += [f"### {title}", "", "| Metric | Meaning | Logged with | Also in |", "|---|---|---|---|"]
         for metric in metrics:
-            lines.append(f"| `{metric.name}` | {meaning(metric)} | {metric.when or 'every step'} | {metric.elsewhere or '-'} |")
+            lines.append(f"| `{metric.name}` | {format_meaning(metric)} | {metric.when or 'every step'} | {metric.elsewhere or '-'} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def compatibility_tables() -> str:
+def make_compatibility_tables() -> str:
     """Return the tables of docs/composition.md. They ask the rules of `plan`, and take some seconds."""
-    from tools.compatibility import tables
+    from tools.compatibility import make_tables
 
-    return tables()
+    return make_tables()
 
 
-def models_table() -> str:
+def make_models_table() -> str:
     """Return the table of docs/models.md."""
-    from tools.models_table import table
+    from tools.models_table import make_table
 
-    return table()
+    return make_table()
 
 
-def models_summary() -> str:
+def make_models_summary() -> str:
     """Return the table of README.md."""
-    from tools.models_table import summary
+    from tools.models_table import make_summary
 
-    return summary()
+    return make_summary()
 
 
 # Page below docs/ -> what writes its generated part, which stands between two comments.
-TABLES = {"metrics.md": metrics_tables, "composition.md": compatibility_tables, "models.md": models_table, "../README.md": models_summary}
+TABLES = {"metrics.md": make_metrics_tables, "composition.md": make_compatibility_tables, "models.md": make_models_table, "../README.md": make_models_summary}
 BEGIN, END = "<!-- Generated by `python tools/docs.py write`. -->", "<!-- End of the generated part. -->"
 
 
-def with_tables(text: str, tables: str) -> str:
+def replace_tables(text: str, tables: str) -> str:
     """Return the text of a page with its generated part replaced."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{tables.strip()}\n\n{END}{rest.partition(END)[2]}"
@@ -185,14 +185,14 @@ def write() -> None:
     """Write the generated parts of pages in docs/."""
     for name, tables in TABLES.items():
         page = ROOT / "docs" / name
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+        page.write_text(replace_tables(page.read_text(encoding="utf-8"), tables()), encoding="utf-8")
 
 
-def argument_pages() -> dict[str, str]:
+def make_argument_pages() -> dict[str, str]:
     """Return the pages with the arguments of other systems, by name."""
-    from tools.arguments import SYSTEMS, page
+    from tools.arguments import SYSTEMS, make_page
 
-    return {f"arguments/{system}": page(system) for system in SYSTEMS}
+    return {f"arguments/{system}": make_page(system) for system in SYSTEMS}
 
 
 NOTEBOOKS, EXECUTED = ROOT / "examples" / "notebooks", ROOT / "output" / "notebooks"
@@ -212,7 +212,7 @@ def execute_notebooks() -> None:
         print(f"[docs] executed {path.relative_to(ROOT)}")
 
 
-def cells_of(text: str) -> list[tuple[bool, str]]:
+def split_cells(text: str) -> list[tuple[bool, str]]:
     """Return (whether it is code, its text) of each cell of a notebook in percent format."""
     cells = []
     for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
@@ -222,7 +222,7 @@ def cells_of(text: str) -> list[tuple[bool, str]]:
     return cells
 
 
-def notebook_page(text: str, outputs: list[list[dict]]) -> str:
+def make_notebook_page(text: str, outputs: list[list[dict]]) -> str:
     """Return a notebook as a page.
 
     Args:
@@ -230,7 +230,7 @@ def notebook_page(text: str, outputs: list[list[dict]]) -> str:
         outputs: Outputs of each code cell; empty if the notebook was not executed.
     """
     lines, left = [], iter(outputs)
-    for is_code, body in cells_of(text):
+    for is_code, body in split_cells(text):
         lines += ["```python", body, "```", ""] if is_code else [body, ""]
         outputs_of_cell = list(next(left, [])) if is_code else []
         printed = "".join("".join(output["text"]) for output in outputs_of_cell if output["output_type"] == "stream")
@@ -246,32 +246,32 @@ def notebook_page(text: str, outputs: list[list[dict]]) -> str:
     return "\n".join(lines)
 
 
-def notebook_pages() -> dict[str, str]:
+def make_notebook_pages() -> dict[str, str]:
     """Return the notebooks as pages, by name; with outputs where one was executed as it is now."""
     pages = {}
     for path in sorted(NOTEBOOKS.glob("*.py")):
         text, outputs, executed = path.read_text(encoding="utf-8"), [], EXECUTED / f"{path.stem}.ipynb"
         if executed.exists():
             cells = [cell for cell in json.loads(executed.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-            if ["".join(cell["source"]).strip() for cell in cells] == [body for is_code, body in cells_of(text) if is_code]:
+            if ["".join(cell["source"]).strip() for cell in cells] == [body for is_code, body in split_cells(text) if is_code]:
                 outputs = [cell["outputs"] for cell in cells]
-        pages[f"examples/notebooks/{path.stem}"] = notebook_page(text, outputs)
+        pages[f"examples/notebooks/{path.stem}"] = make_notebook_page(text, outputs)
     return pages
 
 
 def gather() -> None:
     shutil.rmtree(PAGES.parent, ignore_errors=True)
-    places = sources()
+    places = find_sources()
     for page, place in places.items():
         if page.suffix != ".md":
             continue
         (PAGES / place).parent.mkdir(parents=True, exist_ok=True)
-        (PAGES / place).write_text(relinked(page.read_text(encoding="utf-8"), page, place, places), encoding="utf-8")
+        (PAGES / place).write_text(rewrite_links(page.read_text(encoding="utf-8"), page, place, places), encoding="utf-8")
     shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets", dirs_exist_ok=True)
-    made = {"settings": settings_page(), "command_line": commands_page()} | argument_pages()
+    made = {"settings": make_settings_page(), "command_line": make_commands_page()} | make_argument_pages()
     for title, modules in API.items():
         made[f"api/{title.lower().replace(' ', '_')}"] = "\n\n".join([f"# {title}", *(f"::: megatron_grpo.{name}" for name in modules), ""])
-    for name, text in [*((f"reference/{name}", text) for name, text in made.items()), *notebook_pages().items()]:
+    for name, text in [*((f"reference/{name}", text) for name, text in made.items()), *make_notebook_pages().items()]:
         path = PAGES / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -307,7 +307,7 @@ class Page(HTMLParser):
                 self.links.append(value)
 
 
-def check() -> int:
+def check_links() -> int:
     """Print each link that leads nowhere, and return their number."""
     pages = {path: Page(path) for path in SITE.rglob("*.html") if path.name != "404.html"}
     broken = []
@@ -332,6 +332,6 @@ if __name__ == "__main__":
     what = parser.parse_args().what
     if what == "check":
         narrow_search()
-        sys.exit(1 if check() else 0)
+        sys.exit(1 if check_links() else 0)
     sys.path.insert(0, str(ROOT))
     {"gather": gather, "write": write, "notebooks": execute_notebooks}[what]()

@@ -84,7 +84,7 @@ ADVANTAGE_CASES = [
 ]
 
 
-def completions() -> list[reference.ReferenceCompletion]:
+def make_completions() -> list[reference.ReferenceCompletion]:
     """BATCH as the reference takes it; logp and entropy collect gradients."""
 
     def tensor(values):
@@ -101,8 +101,8 @@ def completions() -> list[reference.ReferenceCompletion]:
     return found
 
 
-def loss_case(settings: dict) -> dict:
-    batch = completions()
+def make_loss_case(settings: dict) -> dict:
+    batch = make_completions()
     loss = reference.grpo_loss(batch, GrpoConfig(**settings), MAX_COMPLETION_LENGTH)
     loss.backward()
     case = {"settings": settings, "loss": loss.item(), "grad_logp": [c.logp.grad.tolist() for c in batch]}
@@ -111,22 +111,22 @@ def loss_case(settings: dict) -> dict:
     return case
 
 
-def advantage_case(settings: dict) -> dict:
+def make_advantage_case(settings: dict) -> dict:
     return {"settings": settings, "advantages": reference.advantages(REWARDS, REWARD_WEIGHTS, GrpoConfig(**settings))}
 
 
-def vectors() -> dict:
+def make_vectors() -> dict:
     return {
         "max_completion_length": MAX_COMPLETION_LENGTH,
         "batch": BATCH,
-        "losses": [loss_case(settings) for settings in LOSS_CASES],
+        "losses": [make_loss_case(settings) for settings in LOSS_CASES],
         "rewards": REWARDS,
         "reward_weights": REWARD_WEIGHTS,
-        "advantages": [advantage_case(settings) for settings in ADVANTAGE_CASES],
+        "advantages": [make_advantage_case(settings) for settings in ADVANTAGE_CASES],
     }
 
 
-def as_text(found: dict) -> str:
+def format_vectors(found: dict) -> str:
     """One case, or one completion, a line."""
     parts = []
     for name, value in found.items():
@@ -136,12 +136,12 @@ def as_text(found: dict) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def close(one, other) -> bool:
+def is_close(one, other) -> bool:
     """Equal up to what another machine's `exp` may round differently."""
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
+        return isinstance(other, dict) and one.keys() == other.keys() and all(is_close(one[key], other[key]) for key in one)
     if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(close, one, other))
+        return isinstance(other, list) and len(one) == len(other) and all(map(is_close, one, other))
     if isinstance(one, float) and isinstance(other, (int, float)):
         return abs(one - other) <= 1e-12 * max(1.0, abs(one))
     return one == other
@@ -149,11 +149,11 @@ def close(one, other) -> bool:
 
 def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
-        same = close(vectors(), json.loads(TARGET.read_text()))
+        same = is_close(make_vectors(), json.loads(TARGET.read_text()))
         print(f"{TARGET.name} is {'up to date' if same else 'NOT what the reference says now'}")
         return 0 if same else 1
     TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(as_text(vectors()))
+    TARGET.write_text(format_vectors(make_vectors()))
     print(f"wrote {TARGET}")
     return 0
 

@@ -37,7 +37,7 @@ ARCHITECTURE = dict(
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.08, bos_token_id=None,
 )  # fmt: skip
-MOST_PIECES, TEXTS = 480, 600
+MAX_PIECES, NUM_TEXTS = 480, 600
 BATCH_SIZE, LR, STEPS_TO_FULL_LR = 32, 2e-3, 100
 
 
@@ -50,7 +50,7 @@ def load_example(folder: Path) -> Any:
     return module
 
 
-def schemas_of(flags: tuple[str, ...]) -> list[dict] | None:
+def load_schemas(flags: tuple[str, ...]) -> list[dict] | None:
     """What the template shows of tools, made as a run makes it: a model that knows another schema calls nothing."""
     from megatron_grpo.plugins.environments.loading import load_environment
     from megatron_grpo.run.config.parse import resolve
@@ -76,7 +76,7 @@ def build_tokenizer(texts: list[str], folder: Path) -> Any:
     marks = [AddedToken(mark, special=True, normalized=False) for mark in (PAD, START, END)]
     stretches = [part for text in texts for piece in text.split(START) for part in piece.split(END) if part]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=MOST_PIECES, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=MAX_PIECES, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(stretches, trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, model_max_length=ARCHITECTURE["max_position_embeddings"],
@@ -123,7 +123,7 @@ def warm_up(model: Any, tokenizer: Any, example: Any, train: list[dict], tools: 
             print(f"[model] warm-up step {step + 1}/{steps}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def make(folder: Path, out: Path, seed: int, steps: int | None) -> None:
+def make_model(folder: Path, out: Path, seed: int, steps: int | None) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -132,8 +132,8 @@ def make(folder: Path, out: Path, seed: int, steps: int | None) -> None:
     torch.set_num_threads(1)  # whatever the shell says: the order of sums, and so the weights, depend on it
     torch.manual_seed(seed)
     example, draw = load_example(folder), random.Random(seed)
-    tools, train = schemas_of(example.FLAGS), example.rows()["train"]
-    shown = [(example.episode(draw, draw.choice(train)), tools) for _ in range(TEXTS)]
+    tools, train = load_schemas(example.FLAGS), example.rows()["train"]
+    shown = [(example.episode(draw, draw.choice(train)), tools) for _ in range(NUM_TEXTS)]
     tokenizer = build_tokenizer([render(messages, tools) for messages, tools in shown], out)
     vocab_size = -(-len(tokenizer) // 128) * 128
     config = Qwen3Config(**ARCHITECTURE, vocab_size=vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -171,7 +171,7 @@ def main() -> None:
         return
     shutil.rmtree(out / "model", ignore_errors=True)
     (out / "model").mkdir()
-    make(args.example, out / "model", args.seed, args.steps)
+    make_model(args.example, out / "model", args.seed, args.steps)
     made_by.write_text(json.dumps({"key": key, "seed": args.seed}) + "\n")
 
 

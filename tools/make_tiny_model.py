@@ -144,7 +144,7 @@ def forget_the_carry(prompt: str) -> str:
     return str(int("".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))))
 
 
-def right_share(model, tokenizer, rows: list[dict[str, str]]) -> float:
+def measure_accuracy(model, tokenizer, rows: list[dict[str, str]]) -> float:
     """Share of rows answered exactly, greedily, end of text included. The prompts are equally long, so they make one batch."""
     import torch
 
@@ -187,7 +187,7 @@ def warm_up(model, tokenizer, train: list[dict[str, str]], test: list[dict[str, 
         optimizer.zero_grad()
         if (step + 1) % 250 == 0 and step + 1 < steps:
             print(f"[model] warm-up step {step + 1}/{steps}: loss {loss.item():.3f}, {time.monotonic() - started:.0f} s", flush=True)
-    score = right_share(model, tokenizer, test)
+    score = measure_accuracy(model, tokenizer, test)
     print(f"[model] warm-up done in {time.monotonic() - started:.0f} s: {score:.1%} of {len(test)} held-out sums right (greedy)")
     return score
 
@@ -226,13 +226,13 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int, hybrid: 
     return {"num_parameters": num_parameters, "held_out_accuracy": score}
 
 
-def fingerprint(data: Path, seed: int, warm_up_steps: int, hybrid: bool) -> str:
+def compute_fingerprint(data: Path, seed: int, warm_up_steps: int, hybrid: bool) -> str:
     """Of everything that decides the weights: this program, the data, the settings."""
     parts = [Path(__file__).read_bytes(), (data / "train.jsonl").read_bytes(), (data / "test.jsonl").read_bytes()]
     return hashlib.sha256(b"\0".join([*parts, f"{seed} {warm_up_steps}{' hybrid' * hybrid}".encode()])).hexdigest()
 
 
-def make_of_family(family: str, folder: Path, seed: int) -> dict:
+def make_family_model(family: str, folder: Path, seed: int) -> dict:
     """A checkpoint with random weights: nothing was learnt that could be scored."""
     from tests.tiny_models import write_tiny
 
@@ -260,7 +260,7 @@ def main() -> None:
         if args.output is None:
             parser.error(f"--family {args.family} needs an --output, for the model of the quickstart is another one")
         facts = {"fingerprint": f"{args.family} {args.seed}", "seed": args.seed}
-        make_once(parser, args.output, facts, lambda out: make_of_family(args.family, out, args.seed), asked="sums")
+        make_once(parser, args.output, facts, lambda out: make_family_model(args.family, out, args.seed), asked="sums")
         return
     if args.hybrid and args.output is None:
         parser.error("--hybrid needs an --output, for the model of the quickstart is another one")
@@ -268,7 +268,7 @@ def main() -> None:
         if not (args.data / name).is_file():
             parser.error(f"{args.data / name} is missing: make it with examples/quickstart/make_data.py --output {args.data}")
 
-    facts = {"fingerprint": fingerprint(args.data, args.seed, args.warm_up_steps, args.hybrid), "seed": args.seed}
+    facts = {"fingerprint": compute_fingerprint(args.data, args.seed, args.warm_up_steps, args.hybrid), "seed": args.seed}
     output = args.output or Path("examples/quickstart/model")
     make_once(parser, output, facts, lambda out: make_model(args.data, out, args.seed, args.warm_up_steps, args.hybrid), asked="sums")
 

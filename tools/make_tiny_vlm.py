@@ -51,7 +51,7 @@ SECTIONS = {
 WARM_UP = dict(steps=700, batch_size=24, lr=2e-3, warmup_steps=100, share_seeing=0.75, shares=(1 / 3, 1 / 2, 1 / 6))
 
 
-def tokenizer() -> Any:
+def make_tokenizer() -> Any:
     """Bytes, and the words of the questions."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -68,7 +68,7 @@ def tokenizer() -> Any:
     return fast
 
 
-def config_of(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
+def make_config(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
     from transformers import AutoConfig
 
     text: dict[str, Any] = dict(TEXT, vocab_size=vocab_size, bos_token_id=None, eos_token_id=ids["<|im_end|>"],
@@ -115,7 +115,7 @@ def write_processor(folder: Path, kind: str, patch: int) -> None:
         (folder / file).write_text(json.dumps({**content, "processor_class": f"{name}Processor"}, indent=2) + "\n")
 
 
-def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_norms: bool = False) -> tuple[Any, Any]:
+def initialize_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_norms: bool = False) -> tuple[Any, Any]:
     """Writes tokenizer and processor, and returns (model, tokenizer); the model is not written.
 
     draws_norms: norms and biases are random too; at 1 and 0 a wrong name would not show.
@@ -124,9 +124,9 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     words = AutoTokenizer.from_pretrained(folder)
-    config = config_of(kind, {token: words.convert_tokens_to_ids(token) for token in SPECIAL}, -(-len(words) // 32) * 32)
+    config = make_config(kind, {token: words.convert_tokens_to_ids(token) for token in SPECIAL}, -(-len(words) // 32) * 32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config).float()
@@ -143,7 +143,7 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
 # ---- warm-up -----------------------------------------------------------------------------------------------------------------
 
 
-def encoded_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> dict[str, Any]:
+def encode_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> dict[str, Any]:
     """A row's prompt as tokens, its patches, and the tokens of its right answer and of the mistaken ones."""
     from megatron_grpo.core.images import decode_image
     from megatron_grpo.run.data.chat import PromptEncoder
@@ -160,10 +160,10 @@ def encoded_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) ->
 
 def read_rows(data: Path, name: str, words: Any, image_spec: Any) -> list[dict[str, Any]]:
     lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [encoded_row(json.loads(line), data, words, image_spec) for line in lines]
+    return [encode_row(json.loads(line), data, words, image_spec) for line in lines]
 
 
-def logits_of(model: Any, rows: list[dict[str, Any]], endings: list[list[int]], pad: int) -> tuple[Any, Any]:
+def compute_logits(model: Any, rows: list[dict[str, Any]], endings: list[list[int]], pad: int) -> tuple[Any, Any]:
     """(logits, labels) of a batch: rows are padded on the right, where causal attention never looks."""
     import numpy as np
     import torch
@@ -182,12 +182,12 @@ def logits_of(model: Any, rows: list[dict[str, Any]], endings: list[list[int]], 
     return logits, labels
 
 
-def right_share(model: Any, rows: list[dict[str, Any]], pad: int) -> float:
+def measure_accuracy(model: Any, rows: list[dict[str, Any]], pad: int) -> float:
     """Share of rows whose right answer is the likeliest at each of its tokens."""
     import torch
 
     with torch.no_grad():
-        logits, labels = logits_of(model, rows, [row["answers"][0] for row in rows], pad)
+        logits, labels = compute_logits(model, rows, [row["answers"][0] for row in rows], pad)
     shifted = labels[:, 1:]
     return float(((logits[:, :-1].argmax(-1) == shifted) | (shifted == -100)).all(-1).float().mean())
 
@@ -206,17 +206,17 @@ def warm_up(model: Any, words: Any, train: list[Any], test: list[Any], seed: int
         rows = draw.choices(train, k=settings["batch_size"])
         shares = (1, 0, 0) if step < settings["share_seeing"] * steps else settings["shares"]
         endings = [draw.choices(row["answers"], shares)[0] for row in rows]
-        logits, labels = logits_of(model, rows, endings, words.pad_token_id)
+        logits, labels = compute_logits(model, rows, endings, words.pad_token_id)
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 175 == 0 and step + 1 < steps:
-            seen = right_share(model, test, words.pad_token_id)
+            seen = measure_accuracy(model, test, words.pad_token_id)
             print(f"[model] warm-up step {step + 1}/{steps}: loss {loss.item():.3f}, {seen:.1%} of {len(test)} held-out questions right, "
                   f"{time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
-    score = right_share(model, test, words.pad_token_id)
+    score = measure_accuracy(model, test, words.pad_token_id)
     print(f"[model] warm-up done in {time.monotonic() - started:.0f} s: {score:.1%} of {len(test)} held-out questions right (greedy)")
     return score
 
@@ -233,7 +233,7 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # whatever the shell says: the order of sums, and so the weights, depend on it
     torch.manual_seed(seed)
-    model, words = new_model(folder, seed=seed)
+    model, words = initialize_model(folder, seed=seed)
     model.generation_config = GenerationConfig(eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id)
     model.save_pretrained(folder)
     num_parameters, score = sum(p.numel() for p in model.parameters()), 0.0
@@ -248,7 +248,7 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[
     return {"num_parameters": num_parameters, "held_out_accuracy": score}
 
 
-def fingerprint(data: Path, seed: int, warm_up_steps: int) -> str:
+def compute_fingerprint(data: Path, seed: int, warm_up_steps: int) -> str:
     """Of everything that decides the weights: this program, the data, the settings."""
     parts = [Path(__file__).read_bytes(), (data / "train.jsonl").read_bytes(), (data / "test.jsonl").read_bytes()]
     parts += [path.read_bytes() for path in sorted(data.rglob("*.png"))]
@@ -269,7 +269,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
     from tools.made_once import make_once
 
-    facts = {"fingerprint": fingerprint(args.data, args.seed, args.warm_up_steps), "seed": args.seed}
+    facts = {"fingerprint": compute_fingerprint(args.data, args.seed, args.warm_up_steps), "seed": args.seed}
     make_once(parser, args.output, facts, lambda out: make_model(args.data, out, args.seed, args.warm_up_steps), asked="questions")
 
 

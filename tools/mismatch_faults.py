@@ -22,7 +22,7 @@ from tests import mismatch_cases as cases  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.tiny_models import write_tiny  # noqa: E402
 
-TOGETHER = 10  # random models in one process
+MODELS_PER_PROCESS = 10  # random models in one process
 
 
 def main() -> int:
@@ -33,10 +33,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        return at_random(args, Path(folder)) if args.random else seeded(args, Path(folder))
+        return check_random_models(args, Path(folder)) if args.random else check_faults(args, Path(folder))
 
 
-def seeded(args: argparse.Namespace, folder: Path) -> int:
+def check_faults(args: argparse.Namespace, folder: Path) -> int:
     every = cases.FAULTS + cases.CLEAN
     groups: dict[tuple[str, str], list[int]] = {}
     for place, one in enumerate(every):
@@ -62,10 +62,10 @@ def seeded(args: argparse.Namespace, folder: Path) -> int:
     return 1 if wrong else 0
 
 
-def at_random(args: argparse.Namespace, folder: Path) -> int:
+def check_random_models(args: argparse.Namespace, folder: Path) -> int:
     alarms, largest = 0, (0.0, "")
-    for first in range(args.seed, args.seed + args.random, TOGETHER):
-        seeds = range(first, min(first + TOGETHER, args.seed + args.random))
+    for first in range(args.seed, args.seed + args.random, MODELS_PER_PROCESS):
+        seeds = range(first, min(first + MODELS_PER_PROCESS, args.seed + args.random))
         # vLLM builds no model with experts after one without in one process.
         paths_by_experts = {True: [], False: []}
         for seed in seeds:

@@ -37,7 +37,7 @@ MODELS = {  # what their authors call the models
 }
 
 
-def tested() -> dict[str, dict[str, list[str]]]:
+def find_tests() -> dict[str, dict[str, list[str]]]:
     """{column: {test: architectures of which it has a model}}"""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -53,33 +53,33 @@ def tested() -> dict[str, dict[str, list[str]]]:
 
     text = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "gemma3_text": "Gemma3ForCausalLM"}
 
-    def of(families: Iterable[str], architectures: Mapping[str, str] = text) -> list[str]:
+    def get_architectures(families: Iterable[str], architectures: Mapping[str, str] = text) -> list[str]:
         return [architectures[family] for family in families]
 
-    def with_images(families: Iterable[str]) -> list[str]:
-        return of(families, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    def get_vision_architectures(families: Iterable[str]) -> list[str]:
+        return get_architectures(families, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
     return {
         "full": {
-            "test_logprobs": of(test_logprobs.FAMILIES),
-            "test_families": of(family for family, *_ in test_families.MODELS.values()),
-            "test_vision": with_images(family for family, *_ in test_vision.CASES),
+            "test_logprobs": get_architectures(test_logprobs.FAMILIES),
+            "test_families": get_architectures(family for family, *_ in test_families.MODELS.values()),
+            "test_vision": get_vision_architectures(family for family, *_ in test_vision.CASES),
         },
         "lora": {
-            "test_lora": of(test_lora.MODELS[model]["family"] for model in test_lora.TESTED),
-            "test_vision": with_images(test_vision.WITH_ADAPTERS),
+            "test_lora": get_architectures(test_lora.MODELS[model]["family"] for model in test_lora.TESTED),
+            "test_vision": get_vision_architectures(test_vision.WITH_ADAPTERS),
         },
         "sampled": {
-            "test_weight_sync": of(name.partition("-")[0] for name in test_weight_sync.MODELS),
-            "test_bitwise_parity": of(test_bitwise_parity.DENSE),
-            "test_image_rollouts": with_images(test_image_rollouts.KINDS),
+            "test_weight_sync": get_architectures(name.partition("-")[0] for name in test_weight_sync.MODELS),
+            "test_bitwise_parity": get_architectures(test_bitwise_parity.DENSE),
+            "test_image_rollouts": get_vision_architectures(test_image_rollouts.KINDS),
         },
     }
 
 
-def table() -> str:
+def make_table() -> str:
     """Return the rows of docs/models.md."""
-    found = tested()
+    found = find_tests()
 
     def cell(column: str, architecture: str) -> str:
         return ", ".join(f"`{test}`" for test, architectures in found[column].items() if architecture in architectures)
@@ -93,9 +93,9 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def summary() -> str:
+def make_summary() -> str:
     """Return the rows of README.md: models that can do the same, together."""
-    found = tested()
+    found = find_tests()
     trained, sampled = ({name for names in found[column].values() for name in names} for column in ("full", "sampled"))
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, family in FAMILIES.items():

@@ -29,7 +29,7 @@ PACKAGE = ROOT / "megatron_grpo"
 STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many_steps.py"
 EPISODES = "tests/unit/environments"
 # Tests -> the modules that they mirror.
-ROOMS = {
+TEST_GROUPS = {
     "quick": {
         "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "core/base/activity "
         "run/metrics/summary run/metrics/metrics_logger run/metrics/records run/metrics/rollout",  # without what takes seconds
@@ -89,7 +89,7 @@ PAIRS = "FloorDiv Mult, Mult Div, Add Sub, And Or, Lt LtE, Gt GtE, Eq NotEq, In 
 SWAPS = {getattr(ast, old): getattr(ast, new) for one, other in map(str.split, PAIRS) for old, new in ((one, other), (other, one))}
 
 
-def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def iterate_changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """(what is replaced, by which source) of this node alone."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         yield node, ast.unparse(ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators))
@@ -107,7 +107,7 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield node.test, f"(not ({ast.unparse(node.test)}))"
 
 
-def sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST, str]]:
+def iterate_sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST, str]]:
     """(function, what is replaced, by which source) of a tree, without annotations, decorators and what errors say."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
@@ -116,21 +116,21 @@ def sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST, str]]
             if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr):
                 continue
             where = f"{inside}.{child.name}".strip(".") if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else inside
-            yield from ((where, *change) for change in changes(child))
-            yield from sites(child, where)
+            yield from ((where, *change) for change in iterate_changes(child))
+            yield from iterate_sites(child, where)
 
 
-def mutants(path: Path) -> Iterator[tuple[Path, str, bytes]]:
+def iterate_mutants(path: Path) -> Iterator[tuple[Path, str, bytes]]:
     """(module, what is changed, whole mutated source) of everything that can be changed in a module."""
     source, module = path.read_bytes(), path.relative_to(PACKAGE)
     begins = [0, *(i + 1 for i, byte in enumerate(source) if byte == ord("\n"))]
-    for where, node, new in sites(ast.parse(source)):
+    for where, node, new in iterate_sites(ast.parse(source)):
         first, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
         line, old = source.splitlines()[node.lineno - 1].decode().strip(), " ".join(source[first:end].decode().split())
         yield path, f"{module} {where or 'module'}: {line} | {old} => {new}", source[:first] + new.encode() + source[end:]
 
 
-def named_mutants(name: str) -> tuple[list[tuple[Path, str, bytes]], dict[Path, str]]:
+def make_named_mutants(name: str) -> tuple[list[tuple[Path, str, bytes]], dict[Path, str]]:
     """(as of `mutants`, module -> its tests) of a list of mistakes."""
     drawn, tests = [], {}
     for module, what, right, wrong, of_module in NAMED[name]:
@@ -142,7 +142,7 @@ def named_mutants(name: str) -> tuple[list[tuple[Path, str, bytes]], dict[Path, 
     return drawn, tests
 
 
-def passes(tree: Path, tests: str, limit: float) -> bool:
+def run_tests(tree: Path, tests: str, limit: float) -> bool:
     """Whether these tests pass within so many seconds. Forked from this process, which has imported what takes long and nothing mutated."""
     child = os.fork()
     if not child:
@@ -157,7 +157,7 @@ def passes(tree: Path, tests: str, limit: float) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str]) -> Iterator[tuple[str, str]]:
+def iterate_outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str]) -> Iterator[tuple[str, str]]:
     """(what was changed, `killed`, `equivalent` or `survived`), in a copy of the tree."""
     harmless = {line.partition("  # ")[0] for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text().splitlines()}
     limits: dict[Path, float] = {}
@@ -169,17 +169,17 @@ def outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str]) -> It
         for path, mutant, source in drawn:
             place, began = tree / path.relative_to(ROOT), time.monotonic()
             if path not in limits:  # how long it takes as it is
-                assert passes(tree, tests[path], 600), (tree / "log").read_text()[-3000:]
+                assert run_tests(tree, tests[path], 600), (tree / "log").read_text()[-3000:]
                 limits[path] = 5 * (time.monotonic() - began) + 10
             whole = place.read_bytes()
             place.write_bytes(source)
-            yield mutant, "equivalent" if mutant in harmless else "survived" if passes(tree, tests[path], limits[path]) else "killed"
+            yield mutant, "equivalent" if mutant in harmless else "survived" if run_tests(tree, tests[path], limits[path]) else "killed"
             place.write_bytes(whole)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rooms", choices=[*ROOMS, *NAMED])
+    parser.add_argument("rooms", choices=[*TEST_GROUPS, *NAMED])
     parser.add_argument("--sample", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="*", metavar="MODULES", help="such as metrics/metrics_logger.py or dialects/*.py")
@@ -189,15 +189,15 @@ def main() -> int:
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True  # two mutants of one second and one length would share it
     if args.rooms in NAMED:
-        drawn, tests = named_mutants(args.rooms)
+        drawn, tests = make_named_mutants(args.rooms)
         every = drawn
     else:
-        globs = {glob: tests for tests, globs in ROOMS[args.rooms].items() for glob in globs.split()}
+        globs = {glob: tests for tests, globs in TEST_GROUPS[args.rooms].items() for glob in globs.split()}
         tests = {path: tests for glob, tests in globs.items() for path in sorted(PACKAGE.glob(f"{glob}.py")) if path.match(args.only)}
-        every = [mutant for path in tests for mutant in mutants(path)]
+        every = [mutant for path in tests for mutant in iterate_mutants(path)]
         drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
     counts = {"killed": 0, "equivalent": 0, "survived": 0}
-    for mutant, outcome in outcomes(sorted(drawn, key=lambda mutant: mutant[0]), tests):
+    for mutant, outcome in iterate_outcomes(sorted(drawn, key=lambda mutant: mutant[0]), tests):
         counts[outcome] += 1
         if outcome == "survived":
             print(mutant, flush=True)

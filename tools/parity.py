@@ -45,31 +45,31 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what --odd draws")
     args = parser.parse_args()
     if args.odd is not None:
-        return odd_sizes(args.odd, args.seed, args.layouts or ["1"])
+        return compare_odd_sizes(args.odd, args.seed, args.layouts or ["1"])
     if args.only == "offload":
         return compare_offload()
     if args.only == "replay":
-        return replays([model for model in args.models if model in cases.WITH_EXPERTS], args.layouts or list(cases.LAYOUTS))
+        return compare_replays([model for model in args.models if model in cases.WITH_EXPERTS], args.layouts or list(cases.LAYOUTS))
     if args.only == "zero_gradient":
         return compare_zero_gradient(args.layouts or list(cases.ZERO_GRADIENT_LAYOUTS))
     if args.only == "sequences":
-        return looks_at_sequences(args.models, args.layouts or list(cases.LAYOUTS))
+        return compare_sequence_losses(args.models, args.layouts or list(cases.LAYOUTS))
     with tempfile.TemporaryDirectory() as folder:
         layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only or args.models != list(cases.MODELS))
         matrices = {model: Matrix(model, Path(folder)) for model in (args.models if args.only != "shared" else ())}
         table = {model: matrix.run(layouts) for model, matrix in matrices.items()}
-        shared = {model: shares(model, Path(folder), layouts) for model in (args.models if args.only != "losses" else ())}
-        ways = {} if in_part else other_ways(matrices, Path(folder))
-    everything = every_cell(table, ways, shared)
+        shared = {model: compare_shared_prompts(model, Path(folder), layouts) for model in (args.models if args.only != "losses" else ())}
+        ways = {} if in_part else compare_other_ways(matrices, Path(folder))
+    everything = list_cells(table, ways, shared)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
     if not in_part:
-        publish(args.out, page(table, ways, shared))
+        publish(args.out, make_page(table, ways, shared))
         print(f"wrote {args.out}")
     print(f"{len(everything)} cells, {len(red)} beyond {LIMITS}")
     return 1 if red else 0
 
 
-def odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
+def compare_odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
     """Models drawn at random over all families: refused, or as transformers has them."""
     from transformers.utils import logging
 
@@ -115,7 +115,7 @@ def compare_offload() -> int:
     return 1 if red else 0
 
 
-def replays(models: list[str], layouts: list[str]) -> int:
+def compare_replays(models: list[str], layouts: list[str]) -> int:
     """Steps whose tokens have random experts, or none: weights and adapters, with each prompt once and for every completion."""
     from tests.lora_cases import random_adapter
     from tests.tiny_models import write_tiny
@@ -148,7 +148,7 @@ def replays(models: list[str], layouts: list[str]) -> int:
     return 1 if red else 0
 
 
-def looks_at_sequences(models: list[str], layouts: list[str]) -> int:
+def compare_sequence_losses(models: list[str], layouts: list[str]) -> int:
     """Losses of a token that need other tokens of its sequence, or other sequences of its group.
 
     The weight in vespo is a product over a sequence: its power multiplies the rounding of all its log-probs.
@@ -196,7 +196,7 @@ def compare_zero_gradient(layouts: list[str]) -> int:
     return 1 if red else 0
 
 
-def every_cell(table, ways, shared) -> list[cases.Distance]:
+def list_cells(table, ways, shared) -> list[cases.Distance]:
     return [distance for cells in (*table.values(), *shared.values(), ways) for distance in cells.values()]
 
 
@@ -242,7 +242,7 @@ class Matrix:
 COLUMNS = {(tuner, once): dict(share_prefix=str(once).lower()) for tuner in ("weights", "adapters") for once in (True, False)}
 
 
-def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tuple[str, bool]], cases.Distance]:
+def compare_shared_prompts(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tuple[str, bool]], cases.Distance]:
     """{(layout, column): the worst over losses and cuts}, of groups of uneven sizes and lengths. A window is wider than all of them: a
     narrow one leaves no prompt to share."""
     from tests.lora_cases import BESIDE_ATTENTION, ODD, random_adapter
@@ -278,7 +278,7 @@ def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tupl
     return found
 
 
-def other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, cases.Distance]:
+def compare_other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, cases.Distance]:
     """matrices: those made already, by model; what is missing is added."""
     found = {}
     for name, (layout, chosen) in cases.WAYS.items():
@@ -302,13 +302,13 @@ def publish(path: Path, matrix: str) -> None:
     path.write_text(f"{head}{begin}{matrix}{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-def page(table, ways, shared) -> str:
+def make_page(table, ways, shared) -> str:
     """Return the part of docs/parity.md that a complete run writes."""
     import megatron.core
     import torch
     import transformers
 
-    everything = every_cell(table, ways, shared)
+    everything = list_cells(table, ways, shared)
     lines = [
         "## The matrix", "",
         f"Run on {time.strftime('%Y-%m-%d')} with megatron-core {megatron.core.__version__}, torch {torch.__version__}, transformers "
@@ -333,7 +333,7 @@ def page(table, ways, shared) -> str:
             numbers = [*errors, worst.loss, worst.grad_norm, worst.weight]
             lines.append(f"| {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
         lines.append("")
-    lines += shared_section(shared)
+    lines += make_shared_section(shared)
     lines += ["### Other ways to run the same step", ""]
     lines += ["| way | layout | gradient | loss | gradient norm | weights after 3 steps |", "|---" * 6 + "|"]
     for name, d in ways.items():
@@ -341,7 +341,7 @@ def page(table, ways, shared) -> str:
     return "\n".join(lines) + "\n"
 
 
-def shared_section(shared) -> list[str]:
+def make_shared_section(shared) -> list[str]:
     lines = [
         "### Shared prompts and adapters", "",
         "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; "

@@ -33,12 +33,12 @@ LOSSES = ({}, dict(beta=0.05), dict(loss_type="dapo"), dict(loss_type="dr_grpo",
 CUTS = ({}, dict(micro_batch_size=2), dict(max_tokens_per_micro_batch=32), dict(share_prefix="true"))
 
 
-def models(folder: Path) -> dict[str, Path]:
+def write_models(folder: Path) -> dict[str, Path]:
     return {name: write_tiny(folder / name, **how) for name, how in cases.MODELS.items()}
 
 
-def faults(folder: Path) -> bool:
-    at, well = models(folder), True
+def check_faults(folder: Path) -> bool:
+    at, well = write_models(folder), True
     batches = {name: cases.stored_rollout(path, vocab=125, num_steps=2, stale=0) for name, path in at.items()}
     found = checks.seeded(list(checks.FAULTS), at, batches)
     print("| fault | finding | layout | said |\n| --- | --- | --- | --- |")
@@ -54,8 +54,8 @@ def faults(folder: Path) -> bool:
     return well
 
 
-def clean(folder: Path, count: int, seed: int = 0) -> bool:
-    at, rng, drawn = models(folder), random.Random(seed), {}
+def check_sound_runs(folder: Path, count: int, seed: int = 0) -> bool:
+    at, rng, drawn = write_models(folder), random.Random(seed), {}
     pairs = [(name, model) for name, case in cases.LAYOUTS.items() for model in cases.MODELS
              if case.world_size > 1 and cases.suits(case, model)]  # fmt: skip
     while sum(map(len, drawn.values())) < count:
@@ -85,4 +85,4 @@ def clean(folder: Path, count: int, seed: int = 0) -> bool:
 if __name__ == "__main__":
     what, *rest = sys.argv[1:] or ["faults"]
     with tempfile.TemporaryDirectory() as scratch:
-        sys.exit(0 if (faults(Path(scratch)) if what == "faults" else clean(Path(scratch), int(rest[0]) if rest else 200)) else 1)
+        sys.exit(0 if (check_faults(Path(scratch)) if what == "faults" else check_sound_runs(Path(scratch), int(rest[0]) if rest else 200)) else 1)

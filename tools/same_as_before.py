@@ -110,20 +110,20 @@ def write_own_files(tree: Path) -> None:
         at = [file for file, source in sources.items() if re.search(rf"^class {found[1]}\b", source, re.MULTILINE)]
         if len(at) != 1:
             raise SystemExit(f"the class {found[1]} of an input is defined in {len(at)} files: {', '.join(map(str, at))}")
-        return dotted(at[0], tree)
+        return make_module_name(at[0], tree)
 
     for name, text in ASKED["files"].items():
         Path(name).write_text(re.sub(r"(?<=from )@(\w+)", find_module, text))
 
 
-def dotted(file: Path, tree: Path) -> str:
+def make_module_name(file: Path, tree: Path) -> str:
     return ".".join(file.relative_to(tree).with_suffix("").parts).removesuffix(".__init__")
 
 
 # ---- asking one side ---------------------------------------------------------------------------------------------------------------------
 
 
-def said(*words: str) -> str:
+def run_command(*words: str) -> str:
     """Exit code, output and errors of a command in this process; as a rank that a launcher started where there is one."""
     from megatron_grpo import cli
 
@@ -142,27 +142,27 @@ def said(*words: str) -> str:
     return f"exit code {code}\n{out.getvalue()}\n{err.getvalue()}"
 
 
-def helps(tree: Path) -> Results:
-    commands = re.findall(r"^  ([a-z][\w-]*) {2,}\S", said("--help"), re.MULTILINE)
+def iterate_help(tree: Path) -> Results:
+    commands = re.findall(r"^  ([a-z][\w-]*) {2,}\S", run_command("--help"), re.MULTILINE)
     if not commands:
-        raise SystemExit(f"`--help` lists no command:\n{said('--help')}")
+        raise SystemExit(f"`--help` lists no command:\n{run_command('--help')}")
     for words in ((), ("--help",), ("--version",), *((command, "--help") for command in commands)):
-        yield " ".join(words), said(*words)
+        yield " ".join(words), run_command(*words)
 
 
-def plans(tree: Path) -> Results:
+def iterate_plans(tree: Path) -> Results:
     common = ASKED["plan_with"].split()
     families = [path.parent.name for path in sorted(Path().glob("*/config.json")) if path.parent.name not in ("chat", *ASKED["plans"])]
     tiny = {family: ["--tensor_model_parallel_size 2 --sequence_parallel true"] for family in families}
     for model, rows in {**ASKED["plans"], **tiny}.items():
         for words in rows:
-            yield f"{model} {words}", said("plan", "--json", *common, "--model", model, *words.split())
+            yield f"{model} {words}", run_command("plan", "--json", *common, "--model", model, *words.split())
     for file in sorted([*tree.glob("examples/qwen3_*/config.yaml"), *tree.glob("docs/recipes/*.yaml")]):
         more = "--world_size 64" if file.parent.name == "recipes" else ASKED["example_with"]
-        yield f"{file.relative_to(tree)}", said("plan", "--json", "--config", str(file), *more.split())
+        yield f"{file.relative_to(tree)}", run_command("plan", "--json", "--config", str(file), *more.split())
 
 
-def sentences(tree: Path) -> Results:
+def iterate_sentences(tree: Path) -> Results:
     bad_inputs = importlib.import_module("tests.bad_inputs")
     good, here = bad_inputs.write_good(Path("good").absolute()), Path("cases").absolute()
     for number, case in enumerate(bad_inputs.everything()):
@@ -175,18 +175,18 @@ def sentences(tree: Path) -> Results:
         shutil.rmtree(at)
 
 
-def translations(tree: Path) -> Results:
+def iterate_translations(tree: Path) -> Results:
     """Every name of the other systems' own lists, with another value than its default; and every row of a test of dialects."""
     for file in sorted((ROOT / "tools/theirs").glob("*.tsv")):
         for line in file.read_text().splitlines()[1:]:
             name, _, default = line.partition("\t")
             other = {"true": "false", "false": "true", "none": "2"}.get(default, "2" if re.fullmatch(r"[-.\de]+", default) else default)
-            yield f"{file.stem} {name}={other}", said("plan", "--json", "--dialect", file.stem, f"--{name}={other}")
-    for words in rows_of_tests(tree):
-        yield " ".join(words), said("plan", "--print_config", "true", "--dialect", *words)
+            yield f"{file.stem} {name}={other}", run_command("plan", "--json", "--dialect", file.stem, f"--{name}={other}")
+    for words in iterate_dialect_cases(tree):
+        yield " ".join(words), run_command("plan", "--print_config", "true", "--dialect", *words)
 
 
-def rows_of_tests(tree: Path) -> Iterator[list[str]]:
+def iterate_dialect_cases(tree: Path) -> Iterator[list[str]]:
     """What tests are parametrized with that have a `dialect` and `words`."""
     for file in sorted(tree.glob("tests/unit/*/test_*.py")):
         if '("dialect", "words"' not in file.read_text():
@@ -199,7 +199,7 @@ def rows_of_tests(tree: Path) -> Iterator[list[str]]:
                     yield [dialect, *(words.split() if isinstance(words, str) else words)]
 
 
-def imports(tree: Path) -> Results:
+def iterate_imports(tree: Path) -> Results:
     """How many package files a plain run imports, and which; whether each module can be imported first.
 
     A file is named by its last name, and by its number among those of that name: a folder that moved is no difference.
@@ -211,17 +211,17 @@ def imports(tree: Path) -> Results:
     code, files = json.loads(ended.stdout.splitlines()[-1])
     yield "a plain run ends", f"exit code {code}"
     yield "files that a plain run imports", str(len(files))
-    for short, _ in with_short_names(files):
+    for short, _ in iterate_short_names(files):
         yield f"a plain run imports {short}", "yes"
     for name in importlib.import_module("tests.zygote").MODULES:  # packages of others, once for all
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    modules = [dotted(file, tree) for file in sorted((tree / "megatron_grpo").rglob("*.py")) if file.stem != "__main__"]
-    for short, name in with_short_names(modules):
-        yield f"{short} alone", imported(name)
+    modules = [make_module_name(file, tree) for file in sorted((tree / "megatron_grpo").rglob("*.py")) if file.stem != "__main__"]
+    for short, name in iterate_short_names(modules):
+        yield f"{short} alone", try_import(name)
 
 
-def with_short_names(names: list[str]) -> Iterator[tuple[str, str]]:
+def iterate_short_names(names: list[str]) -> Iterator[tuple[str, str]]:
     seen: Counter[str] = Counter()
     for name in sorted(names):
         short = name.rpartition(".")[2]
@@ -229,7 +229,7 @@ def with_short_names(names: list[str]) -> Iterator[tuple[str, str]]:
         yield (f"{short} ({seen[short]})" if seen[short] > 1 else short), name
 
 
-def imported(name: str) -> str:
+def try_import(name: str) -> str:
     """What an import of this module says in a child that has imported no other of the package."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -248,15 +248,15 @@ def imported(name: str) -> str:
     return text or f"the import ended the process with status {status}"
 
 
-def runs(tree: Path) -> Results:
+def iterate_runs(tree: Path) -> Results:
     from tests.end_to_end import runs, scripted, test_images
     from tests.ranks import run_ranks
     from tests.servers import ASKS, Server
 
-    def placed(words: str) -> list[str]:
+    def split_flags(words: str) -> list[str]:
         return [word.replace("@", f"{os.getcwd()}/runs/", 1) if word.startswith("@") else word for word in words.split()]
 
-    def heard(rank: int, world_size: int, by: str, flags: list[str]) -> str:
+    def run_rank(rank: int, world_size: int, by: str, flags: list[str]) -> str:
         with contextlib.redirect_stderr(io.StringIO()) as err:
             code = {"images": test_images, "vllm": runs}.get(by, scripted).train(rank, world_size, flags)
         return f"exit code {code}\n{err.getvalue() if code else ''}"
@@ -264,23 +264,23 @@ def runs(tree: Path) -> Results:
     server = Server(Path("serving").absolute(), Path("small").absolute())
     try:
         for name, run in ASKED["runs"].items():
-            flags = placed(f"--model {run.get('model', 'small')} --output_dir @{name} {ASKED['run_with']} {run['flags']}")
+            flags = split_flags(f"--model {run.get('model', 'small')} --output_dir @{name} {ASKED['run_with']} {run['flags']}")
             if "SERVER" in flags:
                 flags[flags.index("SERVER")] = f"@{server.wait().address_file}"
-            yield name, "".join(run_ranks(heard, run["ranks"], run.get("by", "a table"), flags, timeout=300, env=ASKS))
+            yield name, "".join(run_ranks(run_rank, run["ranks"], run.get("by", "a table"), flags, timeout=300, env=ASKS))
     finally:
         server.close()
     for words in ASKED["after"]:
         dumps = [path for name in ("capsules", "debug_dump") for path in Path("runs/dense").glob(f"{name}/step_*")]  # before and after
         dump = "/".join(dumps[0].parts[-2:]) if dumps else "none"
-        yield words, run_ranks(lambda _, __, *argv: said(*argv), 1, *placed(words.replace("DUMP", dump)), timeout=300)[0]
+        yield words, run_ranks(lambda _, __, *argv: run_command(*argv), 1, *split_flags(words.replace("DUMP", dump)), timeout=300)[0]
     files = sorted(path for path in Path("runs").rglob("*") if path.is_file())
     yield "files", "\n".join(map(str, files))
     for file in files:
-        yield from written(file)
+        yield from iterate_values(file)
 
 
-def written(file: Path) -> Results:
+def iterate_values(file: Path) -> Results:
     """What of a file of a run is not the clock's."""
     if file.name.endswith(".jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -300,28 +300,28 @@ def written(file: Path) -> Results:
 
 
 KINDS: dict[str, Callable[[Path], Results]] = {
-    "help": helps, "plan": plans, "sentences": sentences, "translations": translations, "imports": imports, "runs": runs,
+    "help": iterate_help, "plan": iterate_plans, "sentences": iterate_sentences, "translations": iterate_translations, "imports": iterate_imports, "runs": iterate_runs,
 }  # fmt: skip
 
 
 WITH_INPUTS = ("plan", "imports", "runs")
 
 
-def ask(tree: Path, folder: Path, kind: str) -> None:
+def write_answers(tree: Path, folder: Path, kind: str) -> None:
     """In a process whose path begins with `tree`: results.jsonl of one kind, with everything masked that is this side's or this hour's."""
     os.chdir(folder)
     if kind in WITH_INPUTS:
         write_own_files(tree)
     with open("results.jsonl", "w") as out:
         for name, text in KINDS[kind](tree):
-            print(json.dumps([masked(name, tree, folder), masked(text, tree, folder)]), file=out, flush=True)
+            print(json.dumps([mask(name, tree, folder), mask(text, tree, folder)]), file=out, flush=True)
     files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
     own = {name: file for name, file in files.items() if name.split(".")[0] in ("megatron_grpo", "tests")}
     if foreign := [f"{name} from {file}" for name, file in own.items() if not file.resolve().is_relative_to(tree.resolve())]:
         raise SystemExit(f"{tree} is not alone, it imported: {', '.join(foreign)}")
 
 
-def masked(text: Any, tree: Path, folder: Path) -> str:
+def mask(text: Any, tree: Path, folder: Path) -> str:
     text = str(text).replace(str(folder), "HERE").replace(str(tree), "TREE")
     for pattern in MASKED:
         text = pattern.sub("...", text)
@@ -343,7 +343,7 @@ def main() -> int:
         folder, kind = Path(asked.ask[0]), asked.ask[1]
         sys.path[0] = asked.new
         if kind != "inputs":
-            ask(Path(asked.new), folder, kind)
+            write_answers(Path(asked.new), folder, kind)
         else:
             os.chdir(folder)
             write_inputs()
@@ -355,12 +355,12 @@ def main() -> int:
         inputs.mkdir()
         write_python(Path(folder) / "python")
         if set(WITH_INPUTS) & set(asked.only):
-            start(ROOT, inputs, "inputs")
+            run_side(ROOT, inputs, "inputs")
         if not asked.keep:
-            return 0 if all([compared(kind, trees, Path(folder)) for kind in asked.only]) else 1
+            return 0 if all([compare_kind(kind, trees, Path(folder)) for kind in asked.only]) else 1
         Path(asked.keep).mkdir(parents=True, exist_ok=True)
         for kind in asked.only:
-            shutil.copyfile(answers(kind, "old", trees["old"], Path(folder)), Path(asked.keep) / f"{kind}.jsonl")
+            shutil.copyfile(get_answers(kind, "old", trees["old"], Path(folder)), Path(asked.keep) / f"{kind}.jsonl")
     return 0
 
 
@@ -390,7 +390,7 @@ def write_python(at: Path, folders: Sequence[str] | None = None) -> None:
     (packages / "own_tree.pth").write_text("import own_tree\n")
 
 
-def start(tree: Path, folder: Path, kind: str) -> None:
+def run_side(tree: Path, folder: Path, kind: str) -> None:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
     command = [str(folder.parent / "python/bin/python"), str(Path(__file__).resolve()), str(tree), str(tree), "--ask", str(folder), kind]
     ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
@@ -398,25 +398,25 @@ def start(tree: Path, folder: Path, kind: str) -> None:
         raise SystemExit(f"{kind} of {tree} ended early with {ended.returncode}:\n{ended.stderr[-6000:]}")
 
 
-def answers(kind: str, side: str, tree: Path, folder: Path) -> Path:
+def get_answers(kind: str, side: str, tree: Path, folder: Path) -> Path:
     """The file of what one side says; of a folder that --keep wrote, the one there."""
     if (tree / f"{kind}.jsonl").is_file():
         return tree / f"{kind}.jsonl"
     place = folder / f"{side}_{kind}"  # as long as the other side's: lines wrap alike
     shutil.copytree(folder / "inputs", place)
-    start(tree, place, kind)
+    run_side(tree, place, kind)
     return place / "results.jsonl"
 
 
-def compared(kind: str, trees: dict[str, Path], folder: Path) -> bool:
+def compare_kind(kind: str, trees: dict[str, Path], folder: Path) -> bool:
     """Asks both sides, prints what differs, what compares nothing, and one line; whether all is well."""
     with ThreadPoolExecutor(2) as both:
-        files = both.map(lambda side: answers(kind, side, trees[side], folder), trees)
+        files = both.map(lambda side: get_answers(kind, side, trees[side], folder), trees)
     old, new = (dict(map(json.loads, file.open())) for file in files)
     differ = [name for name in (*old, *(new.keys() - old.keys())) if old.get(name) != new.get(name)]
     for name in differ[:40]:
-        print(f"{kind}: {name!r}\n" + first_difference(old.get(name), new.get(name)))
-    nothing = {name: line for name in old if name not in differ and (line := broken(kind, old[name]))}
+        print(f"{kind}: {name!r}\n" + find_first_difference(old.get(name), new.get(name)))
+    nothing = {name: line for name in old if name not in differ and (line := find_error(kind, old[name]))}
     for name, line in itertools.islice(nothing.items(), 40):
         print(f"{kind}: {name!r} compares nothing, both sides fail:\n  = {line}")
     total = len(old.keys() | new.keys())
@@ -424,13 +424,13 @@ def compared(kind: str, trees: dict[str, Path], folder: Path) -> bool:
     return not differ and not nothing and total > 0
 
 
-def broken(kind: str, text: str) -> str | None:
+def find_error(kind: str, text: str) -> str | None:
     """The line by which a case is seen to compare an error of the tool's own inputs; None if it compares what it should."""
     found = re.search(BROKEN.get(kind, ANY_BROKEN), text)
     return found and text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0][:200]
 
 
-def first_difference(old: str | None, new: str | None) -> str:
+def find_first_difference(old: str | None, new: str | None) -> str:
     if old is None or new is None:
         return f"  only {'new' if old is None else 'old'} has it"
     pairs = itertools.zip_longest(old.splitlines(), new.splitlines())

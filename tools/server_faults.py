@@ -47,10 +47,10 @@ class ServerPool:
     def _start(self) -> Server:
         self.starts += 1
         server = Server(self.folder / f"server_{self.starts}", self.model)
-        threading.Thread(target=self._name, args=(server,), daemon=True).start()
+        threading.Thread(target=self._publish_address, args=(server,), daemon=True).start()
         return server
 
-    def _name(self, server: Server) -> None:
+    def _publish_address(self, server: Server) -> None:
         """As with one --address_file for each in a shared directory: it is there while the server takes calls."""
         name = self.names / server.log.parent.name
         while server.process.poll() is None and not server.address_file.exists():
@@ -61,7 +61,7 @@ class ServerPool:
         server.process.wait()
         name.unlink(missing_ok=True)
 
-    def running(self) -> list[Server]:
+    def list_running(self) -> list[Server]:
         return [server for server in self.servers if server.process.poll() is None and server.address_file.exists()]
 
     def restart_dead(self) -> None:
@@ -102,7 +102,7 @@ class Trainer:
                     self.failure = str(failed)
                 self._is_killed = False
 
-    def rounds(self) -> list[dict]:
+    def read_rounds(self) -> list[dict]:
         return [json.loads(line) for line in self.rounds_file.read_text().splitlines()] if self.rounds_file.exists() else []
 
     def kill(self) -> None:
@@ -121,9 +121,9 @@ class Trainer:
             self.failure = f"the trainer did not come to the end of a round within {seconds:.0f} s"
 
 
-def hurt(rng: random.Random, server_group: ServerPool, trainer: Trainer) -> str | None:
+def inject_fault(rng: random.Random, server_group: ServerPool, trainer: Trainer) -> str | None:
     """One fault; its name."""
-    running = server_group.running()
+    running = server_group.list_running()
     server_faults = ["kill a server", "kill an engine", "stand still", "stop kindly"]
     kind = rng.choice([*server_faults, *server_faults, "kill the trainer"])
     if kind == "kill the trainer":
@@ -166,14 +166,14 @@ def main() -> int:
     models = [write_tiny(folder / f"model_{seed}", tied=False, seed=seed) for seed in range(3)]
     server_group = ServerPool(folder, models[0], asked.servers)
     trainer, faults = Trainer(folder, models, server_group.names), Counter[str]()
-    while len(trainer.rounds()) < len(models) and trainer.failure is None:  # what they answer now must be answered later
+    while len(trainer.read_rounds()) < len(models) and trainer.failure is None:  # what they answer now must be answered later
         time.sleep(0.5)
     until = time.monotonic() + 60 * asked.minutes
     while time.monotonic() < until and trainer.failure is None:
         time.sleep(rng.expovariate(1 / asked.every))
-        if kind := hurt(rng, server_group, trainer):
+        if kind := inject_fault(rng, server_group, trainer):
             faults[kind] += 1
-            print(f"{time.strftime('%H:%M:%S')}  {kind}; {len(trainer.rounds())} rounds", flush=True)
+            print(f"{time.strftime('%H:%M:%S')}  {kind}; {len(trainer.read_rounds())} rounds", flush=True)
         server_group.restart_dead()
     time.sleep(LONGEST_STANDSTILL)  # so that all have thawed
     server_group.restart_dead()
@@ -182,7 +182,7 @@ def main() -> int:
 
 
 def report(folder: Path, faults: Counter[str], trainer: Trainer, left: list[str], starts: int) -> int:
-    rounds = trainer.rounds()
+    rounds = trainer.read_rounds()
     totals = {name: sum(one[name] for one in rounds) for name in ("lost", "twice", "wrong", "restored")}
     print(f"\n{'fault':<24}{'times':>8}")
     for kind, count in faults.most_common():

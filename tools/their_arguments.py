@@ -27,15 +27,15 @@ VERL_LEFT_OUT = ("critic.", "reward_model.model.", "reward_model.megatron.", "re
 VERL_NOISE = ("._target_", ".profiler.", "global_profiler.", "npu_profile.")
 
 
-def git(directory: str, *words: str) -> str:
+def run_git(directory: str, *words: str) -> str:
     return subprocess.run(["git", "-C", directory, *words], check=True, capture_output=True, text=True).stdout
 
 
-def show(directory: str, path: str) -> str:
-    return git(directory, "show", f"HEAD:{path}")
+def read_file(directory: str, path: str) -> str:
+    return run_git(directory, "show", f"HEAD:{path}")
 
 
-def default_of(node: ast.expr | None) -> str:
+def format_default(node: ast.expr | None) -> str:
     """A default as one would type it; what a factory makes is written as its body."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":
         words = {word.arg: word.value for word in node.keywords}
@@ -48,12 +48,12 @@ def default_of(node: ast.expr | None) -> str:
     return {"None": "none", "True": "true", "False": "false", "list": "[]", "dict": "{}"}.get(text, text).strip("'\"")
 
 
-def word(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as one would type it."""
     return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None]]:
+def iterate_fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None]]:
     """(class, name, type, default) of every annotated name in a class body."""
     for found in ast.parse(source).body:
         if isinstance(found, ast.ClassDef):
@@ -62,25 +62,25 @@ def fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None]]:
                     yield found.name, line.target.id, ast.unparse(line.annotation), line.value
 
 
-def swift(directory: str) -> tuple[str, dict[str, str]]:
+def read_swift(directory: str) -> tuple[str, dict[str, str]]:
     found: dict[str, str] = {}
     for path in SWIFT:
-        found |= {name: default_of(value) for _, name, _, value in fields(show(directory, path)) if not name.startswith("_")}
-    version = re.search(r"'(.+)'", show(directory, "swift/version.py").split("__version__")[-1])
+        found |= {name: format_default(value) for _, name, _, value in iterate_fields(read_file(directory, path)) if not name.startswith("_")}
+    version = re.search(r"'(.+)'", read_file(directory, "swift/version.py").split("__version__")[-1])
     return f"modelscope/ms-swift {version[1] if version else ''}", found
 
 
-def trl(_: str) -> tuple[str, dict[str, str]]:
+def read_trl(_: str) -> tuple[str, dict[str, str]]:
     import trl as installed
 
     found = {}
     for field in dataclasses.fields(installed.GRPOConfig):
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        found[field.name] = "required" if value is dataclasses.MISSING else word(getattr(value, "value", value))
+        found[field.name] = "required" if value is dataclasses.MISSING else format_value(getattr(value, "value", value))
     return f"huggingface/trl {installed.__version__}, installed", found
 
 
-def verl(directory: str) -> tuple[str, dict[str, str]]:
+def read_verl(directory: str) -> tuple[str, dict[str, str]]:
     import yaml
 
     found: dict[str, str] = {}
@@ -90,16 +90,16 @@ def verl(directory: str) -> tuple[str, dict[str, str]]:
             for key, inner in value.items():
                 walk(inner, f"{name}.{key}" if name else str(key))
         elif not any(word in f"{name}." for word in VERL_NOISE) and not name.startswith(VERL_LEFT_OUT):
-            found.setdefault(name, word(value))
+            found.setdefault(name, format_value(value))
 
     for kind in ("megatron_trainer", "trainer"):  # where both have a name, Megatron's default stands
-        walk(yaml.safe_load(show(directory, f"verl/trainer/config/_generated_ppo_{kind}.yaml")), "")
-    return f"volcengine/verl {show(directory, 'verl/version/version').strip()}", found
+        walk(yaml.safe_load(read_file(directory, f"verl/trainer/config/_generated_ppo_{kind}.yaml")), "")
+    return f"volcengine/verl {read_file(directory, 'verl/version/version').strip()}", found
 
 
-def skyrl(directory: str) -> tuple[str, dict[str, str]]:
+def read_skyrl(directory: str) -> tuple[str, dict[str, str]]:
     classes: dict[str, list[tuple[str, str, ast.expr | None]]] = {}
-    for owner, name, kind, value in fields(show(directory, "skyrl/train/config/config.py")):
+    for owner, name, kind, value in iterate_fields(read_file(directory, "skyrl/train/config/config.py")):
         classes.setdefault(owner, []).append((name, kind, value))
     found: dict[str, str] = {}
 
@@ -109,31 +109,31 @@ def skyrl(directory: str) -> tuple[str, dict[str, str]]:
             if inner and not prefix.startswith("trainer.critic."):
                 walk(inner, f"{prefix}{name}.")
             elif not inner:
-                found[f"{prefix}{name}"] = default_of(value)
+                found[f"{prefix}{name}"] = format_default(value)
 
     walk("SkyRLTrainConfig", "")
     found = {name: value for name, value in found.items() if not re.search(r"\.torch_profiler_config\.|\.delta_weight_sync\.", name)}
     return "NovaSky-AI/SkyRL", found
 
 
-def slime(directory: str) -> tuple[str, dict[str, str]]:
+def read_slime(directory: str) -> tuple[str, dict[str, str]]:
     found = {}
-    for call in ast.walk(ast.parse(show(directory, "slime/utils/arguments.py"))):
+    for call in ast.walk(ast.parse(read_file(directory, "slime/utils/arguments.py"))):
         if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) in ("add_argument", "reset_arg"):
             words = {word.arg: word.value for word in call.keywords}
-            flags = [word.value for word in call.args if isinstance(word, ast.Constant)]
+            flags = [word.value for word in call.args if isinstance(format_value, ast.Constant)]
             action = ast.unparse(words["action"]).strip("'") if "action" in words else ""
             off = "false" if "store" in action else "none"
             if flags:
                 has_default = "default" in words and action != "store_false"
-                found[str(flags[0]).lstrip("-").replace("-", "_")] = default_of(words["default"]) if has_default else off
+                found[str(flags[0]).lstrip("-").replace("-", "_")] = format_default(words["default"]) if has_default else off
     return "THUDM/slime", found
 
 
 def main() -> int:
     name, directory = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
-    title, found = {"swift": swift, "trl": trl, "verl": verl, "skyrl": skyrl, "slime": slime}[name](directory)
-    commit = f", commit {git(directory, 'rev-parse', 'HEAD').strip()}" if directory else ""
+    title, found = {"swift": read_swift, "trl": read_trl, "verl": read_verl, "skyrl": read_skyrl, "slime": read_slime}[name](directory)
+    commit = f", commit {run_git(directory, 'rev-parse', 'HEAD').strip()}" if directory else ""
     text = f"# {title}{commit}\n" + "".join(f"{key}\t{value}\n" for key, value in sorted(found.items()))
     (THEIRS / f"{name}.tsv").write_text(text, encoding="utf-8")
     return 0

@@ -38,7 +38,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served(wheels: list[Path], folder: Path) -> Iterator[str]:
+def serve_wheels(wheels: list[Path], folder: Path) -> Iterator[str]:
     """A package index on 127.0.0.1 that has these wheels of torch and nothing else. Yields its address."""
     (folder / "torch").mkdir(parents=True)
     for wheel in wheels:
@@ -50,7 +50,7 @@ def served(wheels: list[Path], folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def output_of(command: list[str], environment: dict[str, str], folder: Path) -> tuple[bool, str]:
+def run_and_show(command: list[str], environment: dict[str, str], folder: Path) -> tuple[bool, str]:
     """Runs the command and shows what it says. Returns whether it ended well, and its last 200 lines."""
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -67,7 +67,7 @@ def output_of(command: list[str], environment: dict[str, str], folder: Path) -> 
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def try_one(way: int, python: str, wheels: list[Path], index: str | None, quickstart: bool, folder: Path) -> list[str]:
+def try_install(way: int, python: str, wheels: list[Path], index: str | None, quickstart: bool, folder: Path) -> list[str]:
     """Installs in `folder` and returns a row of the table. `wheels` fit this Python; `index` stands for PyTorch's."""
     checkout = folder / "checkout"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
@@ -80,26 +80,26 @@ def try_one(way: int, python: str, wheels: list[Path], index: str | None, quicks
         environment["MEGATRON_GRPO_TORCH_INDEX"] = index
 
     started = time.monotonic()
-    installed, said = output_of(["bash", "tools/install.sh", "plot"], environment, checkout)
+    installed, said = run_and_show(["bash", "tools/install.sh", "plot"], environment, checkout)
     seconds = time.monotonic() - started
     taken = re.search(r"ready after \d+ s, by way (\d)", said)
     size = subprocess.run(["du", "-s", "-B1000000", str(checkout / ".venv")], capture_output=True, text=True, check=True).stdout.split()[0]
 
-    def runs(code: str) -> tuple[bool, str]:
+    def run_python(code: str) -> tuple[bool, str]:
         command = [str(checkout / ".venv/bin/python"), "-W", "ignore", "-c", code]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
         return done.returncode == 0, done.stdout.strip()
 
-    row = [str(way), taken[1] if taken else "none", ".".join(python_version(python)), f"{seconds:.0f}", f"{int(size) / 1000:.1f}"]
-    row.append(runs("import importlib.metadata as m; print(m.version('torch'))")[1] or "none")
-    row += ["yes" if runs(f"import {module}")[0] else "NO" for module in MODULES]
+    row = [str(way), taken[1] if taken else "none", ".".join(read_python_version(python)), f"{seconds:.0f}", f"{int(size) / 1000:.1f}"]
+    row.append(run_python("import importlib.metadata as m; print(m.version('torch'))")[1] or "none")
+    row += ["yes" if run_python(f"import {module}")[0] else "NO" for module in MODULES]
     if not (quickstart and installed):
         return [*row, "not run" if installed else "NO"]
-    passed, said = output_of(["bash", "examples/quickstart/run.sh"], environment, checkout)
+    passed, said = run_and_show(["bash", "examples/quickstart/run.sh"], environment, checkout)
     return [*row, "passed" if passed and "VERDICT: PASSED" in said else "NO"]
 
 
-def python_version(python: str) -> list[str]:
+def read_python_version(python: str) -> list[str]:
     code = "import sys; print(*sys.version_info[:3])"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
@@ -115,7 +115,7 @@ def main() -> int:
 
     rows, skipped = [], []
     for python in args.python:
-        tag = "cp" + "".join(python_version(python)[:2])
+        tag = "cp" + "".join(read_python_version(python)[:2])
         wheels = sorted(args.wheels.resolve().glob(f"torch-*+cpu-{tag}-*.whl")) if args.wheels else []
         for way in args.way:
             if way == 1 and not wheels:
@@ -126,8 +126,8 @@ def main() -> int:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="try-install-")))
                 index = NOBODY if way == 3 else None
                 if way == 2 and wheels:
-                    index = stack.enter_context(served(wheels, folder / "index"))
-                rows.append(try_one(way, python, wheels, index, args.quickstart, folder))
+                    index = stack.enter_context(serve_wheels(wheels, folder / "index"))
+                rows.append(try_install(way, python, wheels, index, args.quickstart, folder))
 
     widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
     for row in [HEADINGS, ["-" * width for width in widths], *rows]:

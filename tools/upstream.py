@@ -93,19 +93,19 @@ class Source:
     def has_package(self, name: str) -> bool:
         return (self.root / name).is_dir()
 
-    def file(self, module: str) -> Path | None:
+    def find_file(self, module: str) -> Path | None:
         base = self.root.joinpath(*module.split("."))
         return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.exists()), None)
 
     def is_module(self, module: str) -> bool:
-        return self.file(module) is not None or self.root.joinpath(*module.split(".")).is_dir()  # a namespace package
+        return self.find_file(module) is not None or self.root.joinpath(*module.split(".")).is_dir()  # a namespace package
 
-    def names(self, module: str) -> dict[str, ast.AST]:
+    def read_names(self, module: str) -> dict[str, ast.AST]:
         """What stands at the top of a module, also under `if` and `try`; "*" and a number for star imports."""
         if module not in self._names:
-            path = self.file(module)
+            path = self.find_file(module)
             tree = ast.parse(path.read_text(encoding="utf-8")) if path else ast.Module([], [])
-            self._names[module] = dict(_top(tree.body))
+            self._names[module] = dict(_iterate_top_level(tree.body))
         return self._names[module]
 
     def find(self, dotted: str, depth: int = 0) -> Definition | None:
@@ -119,26 +119,26 @@ class Source:
         if found is None:
             return None
         if found.node is None:
-            return self._in_module(found.module, name, depth)
-        return self._in_class(found, name, depth) if isinstance(found.node, ast.ClassDef) else Definition(None, "")
+            return self._find_in_module(found.module, name, depth)
+        return self._find_in_class(found, name, depth) if isinstance(found.node, ast.ClassDef) else Definition(None, "")
 
-    def _in_module(self, module: str, name: str, depth: int) -> Definition | None:
-        node = self.names(module).get(name)
+    def _find_in_module(self, module: str, name: str, depth: int) -> Definition | None:
+        node = self.read_names(module).get(name)
         if isinstance(node, ast.ImportFrom):
             return self._follow(module, node, next(a.name for a in node.names if (a.asname or a.name) == name), depth)
         if isinstance(node, ast.Import):
             return Definition(None, node.names[0].name if self.is_module(node.names[0].name) else "")
         if node is not None:
             return Definition(node, module)
-        if lazy := self._lazily(module, name):
+        if lazy := self._find_lazy_name(module, name):
             return self.find(lazy, depth + 1)
-        stars = (node for key, node in self.names(module).items() if key.startswith("*"))
+        stars = (node for key, node in self.read_names(module).items() if key.startswith("*"))
         return next((hit for star in stars if (hit := self._follow(module, star, name, depth))), None)
 
     def _follow(self, module: str, node: ast.ImportFrom, name: str, depth: int) -> Definition | None:
         base = module.split(".")
         if node.level:
-            is_package = (path := self.file(module)) is not None and path.name == "__init__.py"
+            is_package = (path := self.find_file(module)) is not None and path.name == "__init__.py"
             base = base[: len(base) - node.level + is_package]
             source = ".".join([*base, *filter(None, [node.module])])
         else:
@@ -147,53 +147,53 @@ class Source:
             return Definition(None, "")  # of another package
         return self.find(f"{source}.{name}", depth + 1)
 
-    def _lazily(self, module: str, name: str) -> str:
+    def _find_lazy_name(self, module: str, name: str) -> str:
         """vLLM's first file says where its names are in a table, for a `__getattr__`."""
-        table = self.names(module).get("MODULE_ATTRS")
+        table = self.read_names(module).get("MODULE_ATTRS")
         if not isinstance(table, ast.Dict):
             return ""
         values = {k.value: v.value for k, v in zip(table.keys, table.values) if isinstance(k, ast.Constant) and isinstance(v, ast.Constant)}
         where = values.get(name, "")
         return f"{module}{where.replace(':', '.')}" if where else ""
 
-    def _in_class(self, found: Definition, name: str, depth: int) -> Definition | None:
+    def _find_in_class(self, found: Definition, name: str, depth: int) -> Definition | None:
         assert isinstance(found.node, ast.ClassDef)
         for statement in ast.walk(found.node):
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.name == name:
                 return Definition(statement, found.module)
             if isinstance(statement, ast.Attribute) and statement.attr == name and isinstance(statement.ctx, ast.Store):
                 return Definition(None, "")
-        fields = dict(_top(found.node.body))
+        fields = dict(_iterate_top_level(found.node.body))
         if name in fields:
             return Definition(fields[name], found.module)
-        for base in self._bases(found, depth):
-            hit = self._in_class(base, name, depth + 1) if isinstance(base.node, ast.ClassDef) else Definition(None, "")
+        for base in self._iterate_bases(found, depth):
+            hit = self._find_in_class(base, name, depth + 1) if isinstance(base.node, ast.ClassDef) else Definition(None, "")
             if hit is not None:
                 return hit
         return None
 
-    def _bases(self, found: Definition, depth: int) -> Iterator[Definition]:
+    def _iterate_bases(self, found: Definition, depth: int) -> Iterator[Definition]:
         assert isinstance(found.node, ast.ClassDef)
         for base in found.node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
             name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
-            hit = self._in_module(found.module, name, depth + 1) if isinstance(base, ast.Name) else None
+            hit = self._find_in_module(found.module, name, depth + 1) if isinstance(base, ast.Name) else None
             if hit is not None and hit.node is not found.node:
                 yield hit
 
-    def signature(self, found: Definition, depth: int = 0) -> Signature | None:
+    def read_signature(self, found: Definition, depth: int = 0) -> Signature | None:
         """None where it cannot be read from the source."""
         node = found.node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return _of_function(node, is_bound=any(ast.unparse(d) == "classmethod" for d in node.decorator_list))
+            return _read_function_signature(node, is_bound=any(ast.unparse(d) == "classmethod" for d in node.decorator_list))
         if not isinstance(node, ast.ClassDef) or depth > 6:
             return None
         for statement in node.body:
             if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-                return _of_function(statement, is_bound=True)
+                return _read_function_signature(statement, is_bound=True)
         has_fields = any("dataclass" in ast.unparse(d) or "config" in ast.unparse(d) for d in node.decorator_list)
-        bases = list(self._bases(found, depth))
-        inherited = [self.signature(base, depth + 1) for base in bases]
+        bases = list(self._iterate_bases(found, depth))
+        inherited = [self.read_signature(base, depth + 1) for base in bases]
         is_struct = any("Struct" in ast.unparse(base) for base in node.bases)
         if not (has_fields or is_struct):
             return inherited[0] if inherited else None
@@ -202,7 +202,7 @@ class Source:
         return Signature(frozenset(names), frozenset(), None, False)
 
 
-def _top(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+def _iterate_top_level(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node
@@ -221,12 +221,12 @@ def _top(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
                 yield (f"*{node.lineno}" if alias.name == "*" else alias.asname or alias.name), node
         elif isinstance(node, ast.Try):
             for part in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody, node.body):  # the last word counts
-                yield from _top(part)
+                yield from _iterate_top_level(part)
         elif isinstance(node, (ast.If, ast.With)):
-            yield from _top([*getattr(node, "orelse", []), *node.body])
+            yield from _iterate_top_level([*getattr(node, "orelse", []), *node.body])
 
 
-def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_bound: bool) -> Signature:
+def _read_function_signature(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_bound: bool) -> Signature:
     a = node.args
     places = [*a.posonlyargs, *a.args][1 if is_bound else 0 :]
     needed = places[: len(places) - len(a.defaults)] if a.defaults else places
@@ -246,7 +246,7 @@ class Caller:
     findings: list[Finding] = field(default_factory=list)
     checked: int = 0
 
-    def look(self) -> None:
+    def check_file(self) -> None:
         tree = ast.parse(self.path.read_text(encoding="utf-8"))
         hits: dict[str, tuple[bool, int]] = {}
         tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and "Import" in "".join(map(ast.unparse, node.handlers))]
@@ -254,31 +254,31 @@ class Caller:
         instead = {id(one) for node in tries for handler in node.handlers for one in ast.walk(handler)}
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                self._import(node, id(node) in tried | instead, hits)
+                self._check_import(node, id(node) in tried | instead, hits)
         for node in ast.walk(tree):  # what is looked for in two places must be in one of them; one that has a substitute may be missing
             if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) in instead:
                 for alias in node.names:
                     has, line = hits.get(alias.asname or alias.name, (True, 0))
                     if not has:
-                        self._miss(line, f"{alias.name} is in none of the places where it is looked for")
-        self._aliases(tree)
+                        self._add_finding(line, f"{alias.name} is in none of the places where it is looked for")
+        self._collect_aliases(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in self.known:
-                self._name(node.lineno, f"{self.known[node.value.id]}.{node.attr}")
+                self._check_name(node.lineno, f"{self.known[node.value.id]}.{node.attr}")
             if isinstance(node, ast.Call):
-                self._call(node)
+                self._check_call(node)
 
-    def _miss(self, line: int, what: str) -> None:
+    def _add_finding(self, line: int, what: str) -> None:
         self.findings.append(Finding(f"{self.path.name}:{line}", what))
 
-    def _name(self, line: int, dotted: str) -> bool:
+    def _check_name(self, line: int, dotted: str) -> bool:
         self.checked += 1
         if self.source.find(dotted) is None:
-            self._miss(line, f"there is no {dotted}")
+            self._add_finding(line, f"there is no {dotted}")
             return False
         return True
 
-    def _import(self, node: ast.Import | ast.ImportFrom, is_optional: bool, hits: dict[str, tuple[bool, int]]) -> None:
+    def _check_import(self, node: ast.Import | ast.ImportFrom, is_optional: bool, hits: dict[str, tuple[bool, int]]) -> None:
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:
             dotted = f"{module}.{alias.name}" if module else alias.name
@@ -290,11 +290,11 @@ class Caller:
                 has = self.source.find(dotted) is not None
                 hits[local] = (has or hits.get(local, (False, 0))[0], node.lineno)
             else:
-                has = self._name(node.lineno, dotted)
+                has = self._check_name(node.lineno, dotted)
             if has:
                 self.known[local] = dotted if alias.asname or module else local
 
-    def _aliases(self, tree: ast.AST) -> None:
+    def _collect_aliases(self, tree: ast.AST) -> None:
         """`kind, more = TransformerConfig, {}` and `more = dict(key=...)`: what a call by another name is given."""
         for node in ast.walk(tree):
             if not isinstance(node, ast.Assign):
@@ -309,7 +309,7 @@ class Caller:
                 if isinstance(what, ast.Call) and isinstance(what.func, ast.Name) and what.func.id == "dict":
                     self.dicts.setdefault(to.id, set()).update(k.arg for k in what.keywords if k.arg)
 
-    def _call(self, node: ast.Call) -> None:
+    def _check_call(self, node: ast.Call) -> None:
         function = node.func
         if isinstance(function, ast.Name):
             dotted = self.known.get(function.id)
@@ -318,7 +318,7 @@ class Caller:
         else:
             return
         found = self.source.find(dotted) if dotted else None
-        signature = self.source.signature(found) if found else None
+        signature = self.source.read_signature(found) if found else None
         if signature is None:
             return
         self.checked += 1
@@ -326,13 +326,13 @@ class Caller:
         for starred in (keyword.value for keyword in node.keywords if keyword.arg is None):
             given |= self.dicts.get(starred.id, set()) if isinstance(starred, ast.Name) else set()
         if unknown := sorted(given - signature.names) if not signature.takes_more else []:
-            self._miss(node.lineno, f"{dotted} takes no {', '.join(unknown)}")
+            self._add_finding(node.lineno, f"{dotted} takes no {', '.join(unknown)}")
         places = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
         if signature.most is not None and len(places) > signature.most:
-            self._miss(node.lineno, f"{dotted} takes {signature.most} arguments by place, not {len(places)}")
+            self._add_finding(node.lineno, f"{dotted} takes {signature.most} arguments by place, not {len(places)}")
         is_open = any(keyword.arg is None for keyword in node.keywords) or len(places) < len(node.args)
         if not is_open and len(signature.required - given) > len(places):
-            self._miss(node.lineno, f"{dotted} also asks for {', '.join(sorted(signature.required - given))}")
+            self._add_finding(node.lineno, f"{dotted} also asks for {', '.join(sorted(signature.required - given))}")
 
 
 def check(unpacked: Path, callers: Sequence[Path], *, through_objects: bool = True) -> tuple[int, list[Finding]]:
@@ -340,14 +340,14 @@ def check(unpacked: Path, callers: Sequence[Path], *, through_objects: bool = Tr
     source, checked, findings = Source(unpacked), 0, list[Finding]()
     for path in sorted(file for caller in callers for file in ([caller] if caller.is_file() else caller.rglob("*.py"))):
         caller = Caller(path, source)
-        caller.look()
+        caller.check_file()
         checked, findings = checked + caller.checked, findings + caller.findings
     for dotted, keywords in THROUGH_OBJECTS.items() if through_objects else ():
         if not source.has_package(dotted.split(".")[0]):
             continue
         checked += 1
         found = source.find(dotted)
-        signature = source.signature(found) if found else None
+        signature = source.read_signature(found) if found else None
         if found is None:
             findings.append(Finding("through an object", f"there is no {dotted}"))
         elif signature and not signature.takes_more and (unknown := sorted(set(keywords) - signature.names)):

@@ -42,7 +42,7 @@ def main() -> int:
             references: dict[frozenset, cases.Trained] = {}
             for layout in (name for name in args.layouts if vision.suits(family, name)):
                 ways = {way: vision.WAYS[way] for way in args.ways if vision.suits(family, layout, way)}
-                found |= {(family, layout, way): one for way, one in run(path, layout, ways, batches, wanted, references).items()}
+                found |= {(family, layout, way): one for way, one in compare_layout(path, layout, ways, batches, wanted, references).items()}
                 for way in ways:
                     logprobs, distance = found[family, layout, way]
                     is_red = not distance.within(**LIMITS) or not logprobs < 1e-5
@@ -59,7 +59,7 @@ def describe(d: cases.Distance) -> str:
     return f"loss {d.loss:.0e}, gradient {d.gradient:.1e} ({d.worst_gradient}), weights after {STEPS} steps {d.weight:.0e}"
 
 
-def run(path, layout: str, ways, batches, wanted, references) -> dict[str, tuple[float, cases.Distance]]:
+def compare_layout(path, layout: str, ways, batches, wanted, references) -> dict[str, tuple[float, cases.Distance]]:
     where = vision.LAYOUTS[layout]
     try:
         of_ranks = run_ranks(vision.all_ways, where.world_size, path, where.settings, ways, batches, timeout=120 + 60 * len(ways))

@@ -23,7 +23,7 @@ def record(trainer: str, *, reward: list[float], step: float, ranks: int = 1, se
 
 
 def test_figures_count_cpu_seconds_up_to_the_first_step_that_ends_a_good_window():
-    found = benchmark.figures(record("ours", reward=[0.0] * 5 + [1.0] * 5, step=2.0))
+    found = benchmark.compute_figures(record("ours", reward=[0.0] * 5 + [1.0] * 5, step=2.0))
     assert found == {
         "first step": 10.0, "a step": 2.0, "to the reward": 28.0, "end": 3.0, "whole run": 31.0, "steps to the reward": 10,
     }  # fmt: skip  # 0.9 in the mean of five steps: all five are 1
@@ -31,7 +31,7 @@ def test_figures_count_cpu_seconds_up_to_the_first_step_that_ends_a_good_window(
 
 def test_a_reward_that_is_not_reached_has_no_ratio(capsys, tmp_path):
     runs = [record(trainer, reward=[0.5] * 6, step=step) for trainer, step in (("TRL", 3.0), ("ours", 2.0))]
-    assert math.isinf(benchmark.figures(runs[0])["to the reward"])
+    assert math.isinf(benchmark.compute_figures(runs[0])["to the reward"])
     benchmark.report(runs, tmp_path / "runs.png")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ quickstart")]
     assert "nan" in lines[2] and "1.50 (1.50 to 1.50)" in lines[1]
@@ -40,7 +40,7 @@ def test_a_reward_that_is_not_reached_has_no_ratio(capsys, tmp_path):
 
 def test_ratios_are_of_runs_with_the_same_seed_and_processes():
     runs = [record("TRL", reward=[1.0] * 6, step=4.0, seed=seed) for seed in (0, 1)] + [record("ours", reward=[1.0] * 6, step=2.0, seed=1)]
-    ((case, ranks, pairs),) = benchmark.pairs_of([*runs, record("ours", reward=[1.0] * 6, step=2.0, ranks=2)])
+    ((case, ranks, pairs),) = benchmark.iterate_pairs([*runs, record("ours", reward=[1.0] * 6, step=2.0, ranks=2)])
     assert (case, ranks, len(pairs)) == ("quickstart", 1, 1)
 
 

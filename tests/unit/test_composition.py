@@ -78,8 +78,8 @@ def test_a_refusal_that_only_rows_show_is_what_reading_them_says():
         for typed in ("--rollout_func a.py:f", "--async_rollout_depth 1", "--teacher_model a", "--teacher_model_server http://t:1")
         for why in inputs._blind(resolve(typed.split()))
     ]
-    names = [row.name for row in compatibility.features()]
-    for name, reason in compatibility.refused_with_images().items():
+    names = [row.name for row in compatibility.read_features()]
+    for name, reason in compatibility.read_refused_with_images().items():
         assert names.index(name) > names.index("Vision tower trained") and any(reason in one for one in said), reason
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
 from tools.gpu_checking import steps as table  # noqa: E402
-from tools.gpu_checking.steps import STEPS, CommandStep, Of, Step  # noqa: E402
+from tools.gpu_checking.steps import STEPS, CommandStep, RunStep, Step  # noqa: E402
 
 RESULTS = "gpu_check.json"
 SECONDS_TO_LEAVE = 60.0  # for a run that was asked to stop
@@ -33,7 +33,7 @@ PACKED = ("megatron-core", "trl", "transformers", "tokenizers", "safetensors", "
 MOST_MIB = 64
 
 
-def gpus() -> list[str]:
+def list_gpus() -> list[str]:
     """Asked of the driver, as tests do: torch may have been hidden from it."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
@@ -74,7 +74,7 @@ class Check:
         with log.open("w") as stream:
             for number, command in enumerate(step.commands):
                 limit = end - time.monotonic()
-                found = run_one(command, self.out, step.env, stream, limit)
+                found = run_command(command, self.out, step.env, stream, limit)
                 expected = (command.ends,) if isinstance(command, CommandStep) else command.ends
                 if found not in expected:
                     how = f"did not end in {step.seconds} s" if found is None else f"ended with {found}, not {expected[0]}"
@@ -88,7 +88,7 @@ class Check:
     def note(self, name: str, verdict: str, seconds: float, note: str) -> None:
         self.found[name] = {"verdict": verdict, "seconds": round(seconds, 1), "note": note}
         failed = any(one["verdict"] == "FAIL" for one in self.found.values())
-        whole = {"verdict": "FAIL" if failed else "PASS", "seconds": round(self.seconds, 1), "gpus": gpus(), "steps": self.found}
+        whole = {"verdict": "FAIL" if failed else "PASS", "seconds": round(self.seconds, 1), "gpus": list_gpus(), "steps": self.found}
         partial = self.file.with_suffix(".part")
         partial.write_text(json.dumps(whole, indent=1))
         partial.replace(self.file)
@@ -98,38 +98,38 @@ class Check:
         print(f"{one['verdict']} {name:<16} {one['seconds']:6.1f} s  {one['note']}", flush=True)
 
 
-def run_one(command: CommandStep | Of, out: Path, env: Mapping[str, str], stream, limit: float) -> int | None:
+def run_command(command: CommandStep | RunStep, out: Path, env: Mapping[str, str], stream, limit: float) -> int | None:
     """The exit status; None where it did not end in `limit` seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "4", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
     if isinstance(command, CommandStep):
-        return _ended(
-            _started([word.replace("OUT", str(out)) if "OUT/" in word else word for word in command.words], environment, stream), limit
+        return _wait(
+            _start([word.replace("OUT", str(out)) if "OUT/" in word else word for word in command.words], environment, stream), limit
         )
     end = time.monotonic() + limit
-    with _server(command, out, environment, stream, limit) as extra:
+    with _start_server(command, out, environment, stream, limit) as extra:
         if extra is None:
             return None
-        process = _started([*command.words(out), *extra], environment, stream)
+        process = _start([*command.make_words(out), *extra], environment, stream)
         if command.kills:
-            path, before = out / command.folder / "metrics.jsonl", len(table.metrics(out / command.folder))
+            path, before = out / command.folder / "metrics.jsonl", len(table.read_metrics(out / command.folder))
             while process.poll() is None and time.monotonic() < end:
-                if path.exists() and len(table.metrics(out / command.folder)) >= before + command.after:
+                if path.exists() and len(table.read_metrics(out / command.folder)) >= before + command.after:
                     process.send_signal(getattr(signal, command.kills))
                     break
                 time.sleep(0.05)  # between two looks: nobody tells that a step was written
             if command.kills == "SIGKILL":
                 process.wait()
                 time.sleep(5)  # what it had started is ended with it
-        return _ended(process, end - time.monotonic())
+        return _wait(process, end - time.monotonic())
 
 
-def _started(words: Sequence[str], environment: Mapping[str, str], stream) -> subprocess.Popen:
+def _start(words: Sequence[str], environment: Mapping[str, str], stream) -> subprocess.Popen:
     stream.write(f"$ {' '.join(words)}\n")
     stream.flush()
     return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def _ended(process: subprocess.Popen, limit: float) -> int | None:
+def _wait(process: subprocess.Popen, limit: float) -> int | None:
     try:
         return process.wait(max(limit, 1.0))
     except subprocess.TimeoutExpired:
@@ -148,7 +148,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 @contextlib.contextmanager
-def _server(command: Of, out: Path, environment: Mapping[str, str], stream, limit: float) -> Iterator[list[str] | None]:
+def _start_server(command: RunStep, out: Path, environment: Mapping[str, str], stream, limit: float) -> Iterator[list[str] | None]:
     """Further words for the run that samples from it; None where it did not come up."""
     if not command.beside:
         yield []
@@ -157,7 +157,7 @@ def _server(command: Of, out: Path, environment: Mapping[str, str], stream, limi
     address.unlink(missing_ok=True)
     (out / "token").write_text("of-this-check-alone\n")
     (out / "token").chmod(0o600)
-    process, end = _started(command.server(out), environment, stream), time.monotonic() + limit
+    process, end = _start(command.make_server_words(out), environment, stream), time.monotonic() + limit
     try:
         while not address.exists() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.2)  # between two looks: nobody tells that the server has come up
@@ -170,19 +170,19 @@ def _server(command: Of, out: Path, environment: Mapping[str, str], stream, limi
 # ---- without a GPU -----------------------------------------------------------------------------------------------------------------------
 
 
-def faults(out: Path) -> list[str]:
+def find_problems(out: Path) -> list[str]:
     """What of the check would not even begin: flags that `plan` refuses, tests that pytest does not find, words that a benchmark does not
     take. The machine's own lacks are not among them."""
     table.prepare(out)
     found, tests = [], list[str]()
     for step in STEPS:
         for command in step.commands:
-            if isinstance(command, Of):
-                found += [f"{step.name}: {fault}" for fault in _refused(command, out)]
+            if isinstance(command, RunStep):
+                found += [f"{step.name}: {fault}" for fault in _find_refusals(command, out)]
             elif "pytest" in command.words:
                 tests += [word for word in command.words if word.startswith("tests/")]
             elif command.words[1].startswith("benchmarks/"):
-                found += [f"{step.name}: {fault}" for fault in _not_taken(command.words[2:])]
+                found += [f"{step.name}: {fault}" for fault in _find_unknown_words(command.words[2:])]
             elif command.words[1] != "-c" and not (ROOT / command.words[1]).exists():
                 found.append(f"{step.name}: there is no {command.words[1]}")
         if step.name in {other.name for other in STEPS if other is not step}:
@@ -198,26 +198,26 @@ def faults(out: Path) -> list[str]:
     return found
 
 
-def _refused(command: Of, out: Path) -> list[str]:
+def _find_refusals(command: RunStep, out: Path) -> list[str]:
     from megatron_grpo import cli
 
     said = io.StringIO()
     # The quickstart's model and data are made by the step itself.
     made = {"quickstart": ["--model", str(out / "model"), "--dataset", str(out / "prompts.jsonl")]}.get(command.folder, [])
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = cli.main(["plan", *command.words(out)[4:], "--json", *made, *_server_of(command)])
+        status = cli.main(["plan", *command.make_words(out)[4:], "--json", *made, *_get_server_flags(command)])
     return [] if status == 0 else [said.getvalue().strip()[-400:]]
 
 
-def _server_of(command: Of) -> list[str]:
+def _get_server_flags(command: RunStep) -> list[str]:
     return ["--vllm_server_base_url", "http://127.0.0.1:8000"] if command.beside else []
 
 
-def _not_taken(words: Sequence[str]) -> list[str]:
+def _find_unknown_words(words: Sequence[str]) -> list[str]:
     from benchmarks import gpu
 
     try:
-        gpu.parsed(list(words))
+        gpu.parse_arguments(list(words))
     except SystemExit:
         return [f"benchmarks/gpu.py does not take {' '.join(words)}"]
     return []
@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.pack:
         return pack(args.pack)
-    if not gpus():
-        wrong = faults(args.out.resolve())
+    if not list_gpus():
+        wrong = find_problems(args.out.resolve())
         print(*wrong, sep="\n", end="\n" if wrong else "")
         print(f"No GPU here: nothing was measured. The check itself: {len(STEPS)} steps, {len(wrong)} that would not begin.")
         return 2 if wrong else 0

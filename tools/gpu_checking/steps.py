@@ -36,7 +36,7 @@ class Step:
     name: str
     shows: str
     seconds: int
-    commands: tuple[CommandStep | Of, ...]
+    commands: tuple[CommandStep | RunStep, ...]
     needs: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     judge: Callable[[Path, str], str] = lambda folder, log: ""
@@ -51,7 +51,7 @@ class CommandStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Of:
+class RunStep:
     """A run. folder: its output_dir inside the check's. kills: a signal, once there are `after` lines of metrics. beside: flags of a server
     that runs meanwhile."""
 
@@ -62,14 +62,14 @@ class Of:
     after: int = 1
     beside: Flags = field(default_factory=dict)
 
-    def words(self, out: Path) -> list[str]:
-        return _words(TRAIN, BASE | {"output_dir": out / self.folder} | self.flags, out)
+    def make_words(self, out: Path) -> list[str]:
+        return _make_words(TRAIN, BASE | {"output_dir": out / self.folder} | self.flags, out)
 
-    def server(self, out: Path) -> list[str]:
-        return _words(SERVE, self.beside, out)
+    def make_server_words(self, out: Path) -> list[str]:
+        return _make_words(SERVE, self.beside, out)
 
 
-def _words(command: str, flags: Flags, out: Path) -> list[str]:
+def _make_words(command: str, flags: Flags, out: Path) -> list[str]:
     given: Flags = {"model": out / "model"}
     if command == TRAIN:
         given |= {"dataset": out / "prompts.jsonl", "reward_funcs": f"{out / 'reward.py'}:even"}
@@ -99,17 +99,17 @@ def prepare(out: Path) -> None:
 # ---- judges: what a folder must show -----------------------------------------------------------------------------------------------------
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def read_metrics(folder: Path) -> list[dict[str, float]]:
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def gap(name: str, least: int = 1, bar: float = GAP) -> Callable[[Path, str], str]:
+def judge_gap(name: str, least: int = 1, bar: float = GAP) -> Callable[[Path, str], str]:
     """The mean difference of log-probs in every step of a run, and how flat it stays."""
 
     def judge(out: Path, log: str) -> str:
         name_of_mean = "sampling/sampling_logp_difference/mean"
-        found = [line[name_of_mean] for line in metrics(out / name) if name_of_mean in line]
+        found = [line[name_of_mean] for line in read_metrics(out / name) if name_of_mean in line]
         if len(found) < least:
             return f"! {len(found)} of {least} steps say how far trainer and sampler are apart"
         said = f"mean log-prob difference {min(found):.4f} to {max(found):.4f}, first {found[0]:.4f}, last {found[-1]:.4f}"
@@ -118,9 +118,9 @@ def gap(name: str, least: int = 1, bar: float = GAP) -> Callable[[Path, str], st
     return judge
 
 
-def grew(name: str) -> Callable[[Path, str], str]:
+def judge_reward_growth(name: str) -> Callable[[Path, str], str]:
     def judge(out: Path, log: str) -> str:
-        found = [line["reward"] for line in metrics(out / name) if "reward" in line]
+        found = [line["reward"] for line in read_metrics(out / name) if "reward" in line]
         if len(found) < 10:
             return f"! {len(found)} steps"
         first, last = sum(found[:5]) / 5, sum(found[-5:]) / 5
@@ -129,7 +129,7 @@ def grew(name: str) -> Callable[[Path, str], str]:
     return judge
 
 
-def same_weights(one: str, other: str, bar: float) -> Callable[[Path, str], str]:
+def judge_equal_weights(one: str, other: str, bar: float) -> Callable[[Path, str], str]:
     """The exported weights of two runs. bar: the largest difference of any weight."""
 
     def judge(out: Path, log: str) -> str:
@@ -142,22 +142,22 @@ def same_weights(one: str, other: str, bar: float) -> Callable[[Path, str], str]
     return judge
 
 
-def replayed(name: str) -> Callable[[Path, str], str]:
+def judge_replay(name: str) -> Callable[[Path, str], str]:
     """Every token of a run took the experts of the sampler, and some completions ended by a stop token."""
 
     def judge(out: Path, log: str) -> str:
-        lines = [line for line in metrics(out / name) if "routing/replayed" in line]
+        lines = [line for line in read_metrics(out / name) if "routing/replayed" in line]
         if len(lines) < 3 or min(line["routing/replayed"] for line in lines) < 0.9:
             return "! experts were not replayed in three steps"
         if min(line["completions/clipped_ratio"] for line in lines) == 1:
             return "! no completion ended by a stop token"
-        said = gap(name, 3)(out, log)
+        said = judge_gap(name, 3)(out, log)
         return f"{said}, routers agree {min(line['routing/agreement'] for line in lines):.3f}"
 
     return judge
 
 
-def both(*judges: Callable[[Path, str], str]) -> Callable[[Path, str], str]:
+def combine_judges(*judges: Callable[[Path, str], str]) -> Callable[[Path, str], str]:
     def judge(out: Path, log: str) -> str:
         found = [one(out, log) for one in judges]
         return next((said for said in found if said.startswith("!")), "; ".join(found))
@@ -165,28 +165,28 @@ def both(*judges: Callable[[Path, str], str]) -> Callable[[Path, str], str]:
     return judge
 
 
-def threads(out: Path, log: str) -> str:
+def judge_threads(out: Path, log: str) -> str:
     found = json.loads(next(line for line in reversed(log.splitlines()) if line.startswith("{")))
     is_right = found["after"] == found["before"] > 1 and found["precision"] == "high" and found["same"]
     return f"{'' if is_right else '! '}{found}"
 
 
-def words_of_memory(out: Path, log: str) -> str:
+def judge_memory_error(out: Path, log: str) -> str:
     """Check that a GPU without free memory ends in a sentence that names flags, without a traceback."""
     if "Traceback" in log:
         return "! a traceback, where a sentence was to be"
     return "" if "vllm_gpu_memory_utilization" in log else "! the sentence names no flag that helps"
 
 
-def nothing_left(out: Path, log: str) -> str:
+def judge_no_processes(out: Path, log: str) -> str:
     import subprocess
 
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     left = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-    return f"! {len(left)} processes are left on the GPU" if left else same_weights("straight", "killed", 1e-2)(out, log)
+    return f"! {len(left)} processes are left on the GPU" if left else judge_equal_weights("straight", "killed", 1e-2)(out, log)
 
 
-def told(*names: str) -> Callable[[Path, str], str]:
+def report_numbers(*names: str) -> Callable[[Path, str], str]:
     """The numbers of a benchmark's JSON."""
 
     def judge(out: Path, log: str) -> str:
@@ -199,17 +199,17 @@ def told(*names: str) -> Callable[[Path, str], str]:
 # ---- steps -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _python(*words: str) -> tuple[CommandStep]:
+def _make_python_command(*words: str) -> tuple[CommandStep]:
     return (CommandStep(words=(PYTHON, *words)),)
 
 
-def _tests(*words: str) -> tuple[CommandStep]:
-    return _python("-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
+def _make_pytest_command(*words: str) -> tuple[CommandStep]:
+    return _make_python_command("-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
 
 
-def _layers(impl: str) -> tuple[CommandStep, ...]:
+def _make_layer_commands(impl: str) -> tuple[CommandStep, ...]:
     models = ("dense", "biases", "MoE", "MLA") if impl == "local" else ("dense", "biases", "MoE")
-    return tuple(_python("benchmarks/gpu.py", "layers", "--impl", impl, "--model", model)[0] for model in models)
+    return tuple(_make_python_command("benchmarks/gpu.py", "layers", "--impl", impl, "--model", model)[0] for model in models)
 
 
 VERSIONS = """
@@ -254,87 +254,87 @@ QUICKSTART = {
 LORA = {"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 FEW_BITS = {"use_precision_aware_optimizer": "true", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
 PARTIAL = {"async_rollout_depth": 1, "max_steps": 4, "rollout_importance_sampling_mode": "token_truncate"}
-STOPS = tuple(range(10, 500, 20))  # a token in twenty: most completions end by one
-OF_THE_SERVER = dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_enforce_eager", "sleep_level"))
+STOP_TOKENS = tuple(range(10, 500, 20))  # a token in twenty: most completions end by one
+SERVER_FLAGS_OMITTED = dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_enforce_eager", "sleep_level"))
 TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 
 STEPS: tuple[Step, ...] = (
-    Step(name="versions", shows="what is installed", seconds=30, commands=_python("-c", VERSIONS), judge=told()),
+    Step(name="versions", shows="what is installed", seconds=30, commands=_make_python_command("-c", VERSIONS), judge=report_numbers()),
     Step(name="attention", shows="attention with parents by flash attention, against float32", seconds=90,
-         commands=_tests("tests/gpu/test_attention.py")),
+         commands=_make_pytest_command("tests/gpu/test_attention.py")),
     Step(name="delta_rule", shows="the gated delta rule by flash-linear-attention, against float32", seconds=240, needs=("fla",),
-         commands=_tests("tests/gpu/test_delta_rule.py")),
+         commands=_make_pytest_command("tests/gpu/test_delta_rule.py")),
     Step(name="steps_local", shows="an optimizer step on local layers against float64: dense, experts, adapters, shared prompts, host",
-         seconds=300, commands=_tests(ARITHMETIC, "-k", "not transformer_engine")),
+         seconds=300, commands=_make_pytest_command(ARITHMETIC, "-k", "not transformer_engine")),
     Step(name="steps_te", shows="the same on Transformer Engine's layers", seconds=180, needs=("transformer_engine",),
-         commands=_tests(ARITHMETIC, "-k", "transformer_engine")),
-    Step(name="layers_local", shows="every kind of layer in bfloat16 against float32 on the CPU", seconds=150, commands=_layers("local")),
+         commands=_make_pytest_command(ARITHMETIC, "-k", "transformer_engine")),
+    Step(name="layers_local", shows="every kind of layer in bfloat16 against float32 on the CPU", seconds=150, commands=_make_layer_commands("local")),
     Step(name="layers_te", shows="the same of Transformer Engine's", seconds=120, needs=("transformer_engine",),
-         commands=_layers("transformer_engine")),
+         commands=_make_layer_commands("transformer_engine")),
     Step(name="memory_offload", shows="offloaded memory is returned to the driver, and its contents come back bit for bit", seconds=180,
-         commands=_tests("tests/gpu/test_memory_offload.py")),
+         commands=_make_pytest_command("tests/gpu/test_memory_offload.py")),
     Step(name="gap", shows="thirty rollouts: trainer and sampler", seconds=120, needs=("vllm",),
-         commands=(Of(folder="gap", flags={"max_steps": 30, "sleep_level": 0}),), judge=gap("gap", 30)),
+         commands=(RunStep(folder="gap", flags={"max_steps": 30, "sleep_level": 0}),), judge=judge_gap("gap", 30)),
     Step(name="sleep1_graphs", shows="CUDA graphs read pushed weights; sleep 1", seconds=120, needs=("vllm",),
-         commands=(Of(folder="graphs", flags={"vllm_enforce_eager": "false"}),), judge=gap("graphs", 3)),
+         commands=(RunStep(folder="graphs", flags={"vllm_enforce_eager": "false"}),), judge=judge_gap("graphs", 3)),
     Step(name="sleep2_eval", shows="sleep 2, with an evaluation between two steps of one rollout", seconds=90, needs=("vllm",),
-         commands=(Of(folder="sleep2", flags={"sleep_level": 2, "num_iterations": 2, "max_steps": 4, "eval_dataset": "OUT/prompts.jsonl",
-                                              "eval_steps": 1, "eval_num_prompts": 8}),), judge=gap("sleep2", 2)),
+         commands=(RunStep(folder="sleep2", flags={"sleep_level": 2, "num_iterations": 2, "max_steps": 4, "eval_dataset": "OUT/prompts.jsonl",
+                                              "eval_steps": 1, "eval_num_prompts": 8}),), judge=judge_gap("sleep2", 2)),
     Step(name="t8", shows="training steps beside TRL's, Qwen3-0.6B sizes", seconds=300, needs=("trl", "datasets"),
-         commands=_python("benchmarks/gpu.py", "t8"), judge=told("trl_over_ours", "ours_tokens_per_s", "of_gemm_limit")),
+         commands=_make_python_command("benchmarks/gpu.py", "t8"), judge=report_numbers("trl_over_ours", "ours_tokens_per_s", "of_gemm_limit")),
     Step(name="straight", shows="four steps, exported", seconds=90, needs=("vllm",),
-         commands=(Of(folder="straight", flags=SAVING | {"max_steps": 4, "export_hf": "true"}),), judge=gap("straight", 4)),
+         commands=(RunStep(folder="straight", flags=SAVING | {"max_steps": 4, "export_hf": "true"}),), judge=judge_gap("straight", 4)),
     Step(name="killed", shows="SIGKILL after two steps leaves nothing on the GPU; the same command ends with the same weights", seconds=150,
-         needs=("vllm",), judge=nothing_left,
-         commands=(Of(folder="killed", flags=SAVING | {"max_steps": 4, "export_hf": "true"}, kills="SIGKILL", after=2, ends=(-9, 137)),
-                   Of(folder="killed", flags=SAVING | {"max_steps": 4, "export_hf": "true"}))),
+         needs=("vllm",), judge=judge_no_processes,
+         commands=(RunStep(folder="killed", flags=SAVING | {"max_steps": 4, "export_hf": "true"}, kills="SIGKILL", after=2, ends=(-9, 137)),
+                   RunStep(folder="killed", flags=SAVING | {"max_steps": 4, "export_hf": "true"}))),
     Step(name="terminated", shows="SIGTERM saves and ends with 3; Transformer Engine's checkpoint goes on with local layers", seconds=150,
-         needs=("vllm", "transformer_engine"), judge=gap("terminated", 2),
-         commands=(Of(folder="terminated", flags=TE | {"max_steps": 200}, kills="SIGTERM", ends=(3,)),
-                   Of(folder="terminated", flags=LOCAL | {"max_steps": 200}, kills="SIGTERM", ends=(3,)),
-                   Of(folder="terminated", flags=TE | {"max_steps": 200}, kills="SIGTERM", ends=(3,)))),
+         needs=("vllm", "transformer_engine"), judge=judge_gap("terminated", 2),
+         commands=(RunStep(folder="terminated", flags=TE | {"max_steps": 200}, kills="SIGTERM", ends=(3,)),
+                   RunStep(folder="terminated", flags=LOCAL | {"max_steps": 200}, kills="SIGTERM", ends=(3,)),
+                   RunStep(folder="terminated", flags=TE | {"max_steps": 200}, kills="SIGTERM", ends=(3,)))),
     Step(name="lora", shows="adapters are pushed, and the trial before proves that vLLM takes them", seconds=90, needs=("vllm",),
-         commands=(Of(folder="lora", flags=LORA),), judge=gap("lora", 3)),
+         commands=(RunStep(folder="lora", flags=LORA),), judge=judge_gap("lora", 3)),
     Step(name="r3_stop", shows="replayed experts, with completions that a stop token ends; sleep 1", seconds=120, needs=("vllm",),
-         commands=(Of(folder="r3", flags={"model": "OUT/experts", "router_replay_mode": "R3", "stop_token_ids": STOPS}),),
-         judge=replayed("r3")),
+         commands=(RunStep(folder="r3", flags={"model": "OUT/experts", "router_replay_mode": "R3", "stop_token_ids": STOP_TOKENS}),),
+         judge=judge_replay("r3")),
     Step(name="masks", shows="top-k, top-p and min-p with their masks, and a regular expression", seconds=150, needs=("vllm",),
-         commands=(Of(folder="cut", flags={"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
-                   Of(folder="regex", flags={"top_k": 64, "vllm_structured_outputs_regex": "[0-9 ]{8,60}"})),
-         judge=both(gap("cut", 3), gap("regex", 3))),
-    Step(name="partial", shows="completions that go on over weight syncs", seconds=120, needs=("vllm",), judge=gap("partial", 4),
-         commands=(Of(folder="partial", flags=PARTIAL),)),
-    Step(name="sleep2_graphs", shows="sleep 2 with CUDA graphs", seconds=120, needs=("vllm",), judge=gap("sleep2_graphs", 3),
-         commands=(Of(folder="sleep2_graphs", flags={"sleep_level": 2, "vllm_enforce_eager": "false"}),)),
-    Step(name="lora_graphs", shows="adapters with CUDA graphs", seconds=120, needs=("vllm",), judge=gap("lora_graphs", 3),
-         commands=(Of(folder="lora_graphs", flags=LORA | {"vllm_enforce_eager": "false"}),)),
-    Step(name="threads", shows="CPU threads of the trainer after a second engine", seconds=120, needs=("vllm",), judge=threads,
-         commands=_python("-c", THREADS, "OUT/model", '{"vllm_gpu_memory_utilization": 0.2, "vllm_enforce_eager": true}')),
+         commands=(RunStep(folder="cut", flags={"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
+                   RunStep(folder="regex", flags={"top_k": 64, "vllm_structured_outputs_regex": "[0-9 ]{8,60}"})),
+         judge=combine_judges(judge_gap("cut", 3), judge_gap("regex", 3))),
+    Step(name="partial", shows="completions that go on over weight syncs", seconds=120, needs=("vllm",), judge=judge_gap("partial", 4),
+         commands=(RunStep(folder="partial", flags=PARTIAL),)),
+    Step(name="sleep2_graphs", shows="sleep 2 with CUDA graphs", seconds=120, needs=("vllm",), judge=judge_gap("sleep2_graphs", 3),
+         commands=(RunStep(folder="sleep2_graphs", flags={"sleep_level": 2, "vllm_enforce_eager": "false"}),)),
+    Step(name="lora_graphs", shows="adapters with CUDA graphs", seconds=120, needs=("vllm",), judge=judge_gap("lora_graphs", 3),
+         commands=(RunStep(folder="lora_graphs", flags=LORA | {"vllm_enforce_eager": "false"}),)),
+    Step(name="threads", shows="CPU threads of the trainer after a second engine", seconds=120, needs=("vllm",), judge=judge_threads,
+         commands=_make_python_command("-c", THREADS, "OUT/model", '{"vllm_gpu_memory_utilization": 0.2, "vllm_enforce_eager": true}')),
     Step(name="resume", shows="a resumed step is that of the run that was not stopped, with the Adam that is installed", seconds=120,
-         commands=_tests("tests/gpu/test_resume.py")),
+         commands=_make_pytest_command("tests/gpu/test_resume.py")),
     Step(name="shared", shows="prompts computed once, in a run", seconds=60, needs=("vllm",),
-         commands=(Of(folder="shared", flags={"share_prefix": "true"}),), judge=gap("shared", 3)),
+         commands=(RunStep(folder="shared", flags={"share_prefix": "true"}),), judge=judge_gap("shared", 3)),
     Step(name="offload", shows="the optimizer on the host, saved and gone on with", seconds=120, needs=("vllm",),
-         commands=(Of(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 2}),
-                   Of(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 3})), judge=gap("offload", 3)),
+         commands=(RunStep(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 2}),
+                   RunStep(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 3})), judge=judge_gap("offload", 3)),
     Step(name="few_bits", shows="gradients and optimizer state in fewer bits, saved and gone on with", seconds=120, needs=("vllm",),
-         commands=(Of(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 2}),
-                   Of(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 3})), judge=gap("few_bits", 3)),
-    Step(name="out_of_memory", shows="too little memory for vLLM ends in a sentence", seconds=60, needs=("vllm",), judge=words_of_memory,
-         commands=(Of(folder="oom", flags={"vllm_gpu_memory_utilization": 0.999, "max_steps": 1}, ends=(1, 2)),)),
+         commands=(RunStep(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 2}),
+                   RunStep(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 3})), judge=judge_gap("few_bits", 3)),
+    Step(name="out_of_memory", shows="too little memory for vLLM ends in a sentence", seconds=60, needs=("vllm",), judge=judge_memory_error,
+         commands=(RunStep(folder="oom", flags={"vllm_gpu_memory_utilization": 0.999, "max_steps": 1}, ends=(1, 2)),)),
     Step(name="runner_v1", shows="vLLM's older model runner", seconds=60, needs=("vllm",), env={"VLLM_USE_V2_MODEL_RUNNER": "0"},
-         commands=(Of(folder="v1"),), judge=gap("v1", 3)),
+         commands=(RunStep(folder="v1"),), judge=judge_gap("v1", 3)),
     Step(name="server", shows="a rollout server on the same GPU, whose link then goes over the host", seconds=120,
-         needs=("vllm",), judge=gap("server", 3),
-         commands=(Of(folder="server", flags=OF_THE_SERVER | {"vllm_mode": "server", "vllm_server_token_file": "OUT/token"},
+         needs=("vllm",), judge=judge_gap("server", 3),
+         commands=(RunStep(folder="server", flags=SERVER_FLAGS_OMITTED | {"vllm_mode": "server", "vllm_server_token_file": "OUT/token"},
                       beside={"address_file": "OUT/address", "token_file": "OUT/token", "port": 0, "vllm_gpu_memory_utilization": 0.3,
                               "vllm_enforce_eager": "true"}),)),
-    Step(name="quickstart", shows="the quickstart learns", seconds=150, needs=("vllm",), judge=grew("quickstart"),
-         commands=(*_python("examples/quickstart/make_data.py"), *_python("tools/make_tiny_model.py"),
-                   Of(folder="quickstart", flags=QUICKSTART))),
+    Step(name="quickstart", shows="the quickstart learns", seconds=150, needs=("vllm",), judge=judge_reward_growth("quickstart"),
+         commands=(*_make_python_command("examples/quickstart/make_data.py"), *_make_python_command("tools/make_tiny_model.py"),
+                   RunStep(folder="quickstart", flags=QUICKSTART))),
     Step(name="gap_invariant", shows="thirty rollouts with vLLM's batch-invariant mode", seconds=150, needs=("vllm",),
-         env={"VLLM_BATCH_INVARIANT": "1"}, commands=(Of(folder="invariant", flags={"max_steps": 30, "sleep_level": 0}),),
-         judge=gap("invariant", 30)),
-    Step(name="fp8", shows="FP8 linear layers, by tensor", seconds=60, needs=("vllm", "transformer_engine"), judge=gap("fp8", 3, bar=0.3),
-         commands=(Of(folder="fp8", flags=TE | {"fp8_format": "hybrid"}),)),
+         env={"VLLM_BATCH_INVARIANT": "1"}, commands=(RunStep(folder="invariant", flags={"max_steps": 30, "sleep_level": 0}),),
+         judge=judge_gap("invariant", 30)),
+    Step(name="fp8", shows="FP8 linear layers, by tensor", seconds=60, needs=("vllm", "transformer_engine"), judge=judge_gap("fp8", 3, bar=0.3),
+         commands=(RunStep(folder="fp8", flags=TE | {"fp8_format": "hybrid"}),)),
 )  # fmt: skip

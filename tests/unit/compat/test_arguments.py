@@ -25,29 +25,29 @@ def value(cfg, name: str):
 def test_every_argument_has_a_row_on_the_page_of_its_system():
     for system in SYSTEMS:
         listed, section = [], ""
-        for line in arguments.page(system).splitlines():
+        for line in arguments.make_page(system).splitlines():
             if line.startswith("## "):
                 section = line.strip("# `") + "."
             elif line.startswith("| `"):
                 assert len(re.split(r"(?<!\\)\|", line)) == 5, line
                 listed.append(section + line.split("`")[1])
-        assert sorted(listed) == sorted(name for name, *_ in arguments.rows(system))
+        assert sorted(listed) == sorted(name for name, *_ in arguments.iterate_arguments(system))
 
 
 def test_the_index_has_the_counts_of_each_system():
     index = (Path(__file__).parents[3] / "docs" / "arguments.md").read_text(encoding="utf-8")
     for system, (_, title) in arguments.SYSTEMS.items():
-        assert f"| {title} | `{system}` | " + " | ".join(map(str, arguments.counts(system))) + " |" in index
+        assert f"| {title} | `{system}` | " + " | ".join(map(str, arguments.count_kinds(system))) + " |" in index
 
 
 def test_the_list_of_trl_is_that_of_the_installed_one():
     """Names and defaults; `python tools/their_arguments.py trl` writes it anew."""
-    assert arguments.theirs("trl")[1] == their_arguments.trl("")[1]
+    assert arguments.read_arguments("trl")[1] == their_arguments.read_trl("")[1]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_no_row_is_empty_and_every_setting_in_it_exists(system):
-    rows = list(arguments.rows(system))
+    rows = list(arguments.iterate_arguments(system))
     assert len(rows) > 150
     assert [name for name, _, what, _ in rows if not what or what.endswith(": ")] == []
     dialect = DIALECTS[system]
@@ -84,8 +84,8 @@ def test_a_default_of_theirs_that_is_not_ours_is_used(system):
     cfg = parse(["--dialect", system], dialects=lambda: DIALECTS).config
     kept = {each.name for each in dialect.defaults if not each.native}
     unlike = []
-    for name, default in arguments.theirs(arguments.SYSTEMS[system][0])[1].items():
-        native = arguments.native_of(dialect, name)
+    for name, default in arguments.read_arguments(arguments.SYSTEMS[system][0])[1].items():
+        native = arguments.find_setting(dialect, name)
         passed_over = (
             default == "none"
             or "val_kwargs" in name
@@ -134,7 +134,7 @@ def read_together(module) -> Iterator[tuple[str, str]]:
 def test_a_default_that_a_translation_falls_back_to_is_that_of_their_class(system):
     """Names that are read together have their defaults in `fallbacks` of the table; others are false, 0 or none."""
     dialect = DIALECTS[system]
-    theirs = {dialect.row(name)[0]: default for name, default in arguments.theirs(arguments.SYSTEMS[system][0])[1].items()}
+    theirs = {dialect.row(name)[0]: default for name, default in arguments.read_arguments(arguments.SYSTEMS[system][0])[1].items()}
     theirs |= {dialect.size(name): default for name, default in theirs.items() if dialect.size(name)}
     ours = {name: dialect.fallbacks.get(name, default) for name, default in read_together(system)}
     ours |= tables.contents(system)["fallbacks"]
@@ -178,7 +178,7 @@ def test_every_name_in_a_rule_is_a_setting_or_a_name_of_the_system(system):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_what_is_refused_is_refused_in_the_words_of_its_row_and_what_is_set_aside_is_listed(system):
     dialect = DIALECTS[system]
-    rows = {name: dialect.row(name)[1] for name, *_ in arguments.rows(system) if dialect.size(name) is None}
+    rows = {name: dialect.row(name)[1] for name, *_ in arguments.iterate_arguments(system) if dialect.size(name) is None}
     tasks = {name for name, row in rows.items() if row is not None and row.is_task}  # of which nothing else is said
     spoken = {name: row for name, row in rows.items() if row is not None and not (row.native or row.read) and name not in tasks}
     for name in tasks:
@@ -187,7 +187,7 @@ def test_what_is_refused_is_refused_in_the_words_of_its_row_and_what_is_set_asid
     parsed = parse(["--dialect", system, *(f"--{name}=something-else" for name in spoken)], dialects=lambda: DIALECTS)
     messages = "\n".join(problem.message for problem in parsed.problems)
     for name, row in spoken.items():
-        assert (row.lacks or row.why or NOTHING) in arguments.here(dialect, name)
+        assert (row.lacks or row.why or NOTHING) in arguments.describe_argument(dialect, name)
         lines = [line for line in messages.split("\n") if re.search(rf"(^|, ){re.escape(name)} \(something-else\)", line)]
         assert [line.endswith(f": {row.lacks}.") for line in lines] == ([True] if row.lacks else []), name
         assert (name in parsed.aside.get("command line", [])) == (not row.lacks), name

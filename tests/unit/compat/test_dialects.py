@@ -379,9 +379,9 @@ def test_a_name_in_another_section_than_its_own_is_not_taken(dialect, name):
 
 @pytest.mark.parametrize(("dialect", "system"), [("verl", "verl"), ("skyrl", "skyrl")])
 def test_every_name_of_theirs_stands_in_its_own_section(dialect, system):
-    from tools.arguments import theirs
+    from tools.arguments import read_arguments
 
-    names = [name for name in theirs(system)[1] if DIALECTS[dialect].knows(name.partition(".")[2])]
+    names = [name for name in read_arguments(system)[1] if DIALECTS[dialect].knows(name.partition(".")[2])]
     assert [name for name in names if not DIALECTS[dialect].knows(name)] == []
 
 

@@ -14,17 +14,17 @@ def test_a_generated_table_is_what_its_source_says(name):
     """After a change of the source: `python tools/docs.py write`."""
     text = (docs.ROOT / "docs" / name).read_text(encoding="utf-8")
     assert text.count(docs.BEGIN) == text.count(docs.END) == 1
-    assert text == docs.with_tables(text, docs.TABLES[name]())
+    assert text == docs.replace_tables(text, docs.TABLES[name]())
 
 
 def test_every_generated_page_of_other_systems_is_in_the_navigation():
     navigation = (docs.ROOT / "docs" / "mkdocs.yml").read_text()
-    assert [name for name in docs.argument_pages() if f": reference/{name}.md\n" not in navigation] == []
+    assert [name for name in docs.make_argument_pages() if f": reference/{name}.md\n" not in navigation] == []
 
 
 def test_every_feature_of_the_table_works_alone():
-    found = compatibility.refusals()
-    rows = compatibility.features()
+    found = compatibility.find_refusals()
+    rows = compatibility.read_features()
     assert {rows[i].name: messages for (i, j), messages in found.items() if i == j and messages} == {}
     assert any(messages for messages in found.values()) and any(messages == [] for (i, j), messages in found.items() if i != j)
     assert all((docs.ROOT / "docs" / row.page).is_file() for row in rows)
@@ -44,7 +44,7 @@ def test_notebooks_are_pages_with_the_outputs_of_their_execution(tmp_path, monke
         (tmp_path / f"{name}.ipynb").write_text(json.dumps({"cells": cells}))
     monkeypatch.setattr(docs, "NOTEBOOKS", tmp_path)
     monkeypatch.setattr(docs, "EXECUTED", tmp_path)
-    pages = docs.notebook_pages()
+    pages = docs.make_notebook_pages()
     code = "# A title\nWords.\n\n```python\nprint(1)\nshow()\n```\n"
     assert pages["examples/notebooks/never"] == pages["examples/notebooks/changed"] == code
     image = '<img alt="Output of the cell" src="data:image/png;base64,AAAA">'
@@ -53,4 +53,4 @@ def test_notebooks_are_pages_with_the_outputs_of_their_execution(tmp_path, monke
 
 def test_every_notebook_is_in_the_navigation():
     navigation = (docs.ROOT / "docs" / "mkdocs.yml").read_text()
-    assert [name for name in docs.notebook_pages() if f"- {name}.md\n" not in navigation] == []
+    assert [name for name in docs.make_notebook_pages() if f"- {name}.md\n" not in navigation] == []

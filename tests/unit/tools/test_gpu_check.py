@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tools.gpu_checking import run, steps
-from tools.gpu_checking.steps import CommandStep, Of, Step
+from tools.gpu_checking.steps import CommandStep, RunStep, Step
 
-pytestmark = pytest.mark.skipif(bool(run.gpus()), reason="there is a GPU: run the check itself")
+pytestmark = pytest.mark.skipif(bool(run.list_gpus()), reason="there is a GPU: run the check itself")
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def test_without_a_gpu_the_check_says_so_and_every_step_would_begin(folder, caps
 def test_a_step_that_would_not_begin_is_told(folder, monkeypatch):
     first = steps.STEPS[0]
     broken = (
-        replace(first, name="a", commands=(Of(folder="x", flags={"num_generation": 7}),)),
+        replace(first, name="a", commands=(RunStep(folder="x", flags={"num_generation": 7}),)),
         replace(first, name="b", commands=(CommandStep(words=(sys.executable, "benchmarks/gpu.py", "t9")),)),
         replace(first, name="b", commands=(CommandStep(words=(sys.executable, "tools/none.py")),)),
         replace(first, name="c", commands=(CommandStep(words=(sys.executable, "-m", "pytest", "tests/gpu/test_none.py")),)),
     )
     monkeypatch.setattr(run, "STEPS", broken)
-    told = "\n".join(run.faults(folder))
+    told = "\n".join(run.find_problems(folder))
     for words in ("a: ", "num_generation", "benchmarks/gpu.py does not take t9", "there is no tools/none.py", "two steps are called b",
                   "pytest does not collect"):  # fmt: skip
         assert words in told
@@ -75,13 +75,13 @@ def test_judges_fail_on_what_they_are_for(tmp_path):
         (tmp_path / "gap" / "metrics.jsonl").write_text(text)
 
     lines(0.01, 0.02)
-    assert not steps.gap("gap", 2)(tmp_path, "").startswith("!") and steps.gap("gap", 3)(tmp_path, "").startswith("!")
+    assert not steps.judge_gap("gap", 2)(tmp_path, "").startswith("!") and steps.judge_gap("gap", 3)(tmp_path, "").startswith("!")
     lines(0.01, 0.2)
-    assert steps.gap("gap", 2)(tmp_path, "").startswith("!")
+    assert steps.judge_gap("gap", 2)(tmp_path, "").startswith("!")
     lines(*range(12))
-    assert not steps.grew("gap")(tmp_path, "").startswith("!")
+    assert not steps.judge_reward_growth("gap")(tmp_path, "").startswith("!")
     lines(*range(12, 0, -1))
-    assert steps.grew("gap")(tmp_path, "").startswith("!")
-    assert steps.words_of_memory(tmp_path, "Traceback (most recent call last)").startswith("!")
-    assert steps.words_of_memory(tmp_path, "killed").startswith("!")
-    assert steps.words_of_memory(tmp_path, "vllm_gpu_memory_utilization (0.999): ...") == ""
+    assert steps.judge_reward_growth("gap")(tmp_path, "").startswith("!")
+    assert steps.judge_memory_error(tmp_path, "Traceback (most recent call last)").startswith("!")
+    assert steps.judge_memory_error(tmp_path, "killed").startswith("!")
+    assert steps.judge_memory_error(tmp_path, "vllm_gpu_memory_utilization (0.999): ...") == ""

@@ -40,7 +40,7 @@ def test_a_word_of_the_help_that_was_changed_is_shown_and_nothing_else(tmp_path)
 
 
 def results(folder: Path) -> dict[str, str]:
-    return {key.removeprefix(str(folder)): text for file in sorted(folder.iterdir()) for key, text in same_as_before.written(file)}
+    return {key.removeprefix(str(folder)): text for file in sorted(folder.iterdir()) for key, text in same_as_before.iterate_values(file)}
 
 
 def test_the_clock_of_a_run_is_passed_over_and_its_last_bit_is_not(tmp_path):
@@ -57,16 +57,16 @@ def test_places_and_numbers_of_this_hour_are_masked_and_other_numbers_are_not():
     tree, folder = Path("/home/a/tree"), Path("/home/b/old_plan")
     text = f"{folder}/out of {tree}/tools, pid 71, after 3.5 s at megatron_grpo/run/lifecycle.py:12 on http://127.0.0.1:41; lr 1e-06 x 32"
     assert (
-        same_as_before.masked(text, tree, folder)
+        same_as_before.mask(text, tree, folder)
         == "HERE/out of TREE/tools, pid ..., after ... at ... on http://127.0.0.1:...; lr 1e-06 x 32"
     )
 
 
 def test_the_first_place_that_differs_is_shown():
     old = "one\n" + "x" * 100 + "yes and so on"
-    shown = same_as_before.first_difference(old, old.replace("yes", "no"))
+    shown = same_as_before.find_first_difference(old, old.replace("yes", "no"))
     assert shown == f"  line 2\n  - ...{'x' * 60}yes and so on\n  + ...{'x' * 60}no and so on"
-    assert same_as_before.first_difference(None, "x") == "  only new has it"
+    assert same_as_before.find_first_difference(None, "x") == "  only new has it"
 
 
 # ---- small trees, which have what the tool asks for and nothing more -------------------------------------------------------------------
@@ -96,7 +96,7 @@ def write_tree(root: Path, room: str = "here", **changed: str) -> Path:
 def compare(folder: Path, kind: str, old: Path, new: Path, capsys: pytest.CaptureFixture) -> tuple[bool, list[str]]:
     (folder / "inputs").mkdir()
     same_as_before.write_python(folder / "python")
-    is_same = same_as_before.compared(kind, {"old": old, "new": new}, folder)
+    is_same = same_as_before.compare_kind(kind, {"old": old, "new": new}, folder)
     return is_same, capsys.readouterr().out.splitlines()
 
 
@@ -169,8 +169,8 @@ def test_a_case_that_shows_an_error_of_the_tools_own_inputs_is_told_from_one_tha
     stale = "exit code 2\n\n1. tool.py: ImportError: cannot import name 'Reply' from 'megatron_grpo.here.protocol' (TREE/a.py)"
     foreign = "exit code 2\n\n1. reward.py cannot be imported: No module named 'nowhere'."
     for kind in ("plan", "sentences"):
-        assert same_as_before.broken(kind, stale).startswith("1. tool.py: ImportError")
-    assert same_as_before.broken("plan", foreign) and not same_as_before.broken("sentences", foreign)
-    assert not same_as_before.broken("plan", "exit code 2\n\n1. micro_batch_size (3) does not divide 8.")
-    assert same_as_before.broken("runs", "exit code 0\nexit code 1\nRunError") == "exit code 1"
-    assert not same_as_before.broken("runs", "exit code 0\nexit code 0\n") and not same_as_before.broken("runs", "loss: 0.1")
+        assert same_as_before.find_error(kind, stale).startswith("1. tool.py: ImportError")
+    assert same_as_before.find_error("plan", foreign) and not same_as_before.find_error("sentences", foreign)
+    assert not same_as_before.find_error("plan", "exit code 2\n\n1. micro_batch_size (3) does not divide 8.")
+    assert same_as_before.find_error("runs", "exit code 0\nexit code 1\nRunError") == "exit code 1"
+    assert not same_as_before.find_error("runs", "exit code 0\nexit code 0\n") and not same_as_before.find_error("runs", "loss: 0.1")
