@@ -39,7 +39,7 @@ from tools.torturing.faults import FAULTS, SHORT
 from tools.torturing.kills import Killer
 from tools.torturing.moments import TRAIN_STEP
 from tools.torturing.results import Results, Row, Undisturbed, publish, said
-from tools.torturing.victim import Bench, Broken, Fault, NotHere, Victim, cpu_until
+from tools.torturing.target import Bench, Broken, Fault, NotHere, Victim, cpu_until
 
 
 class Torture:

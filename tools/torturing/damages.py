@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.end_to_end.runs import records
 from tools.torturing.promises import FALLS_BACK, UNMOVED
-from tools.torturing.victim import STEPS, Broken, Fault, Victim
+from tools.torturing.target import STEPS, Broken, Fault, Victim
 
 
 def flip(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tools.torturing.promises import SENTENCE, UNMOVED
-from tools.torturing.victim import Fault, Victim
+from tools.torturing.target import Fault, Victim
 
 OFTEN = 10**9
 TIMEOUT = 20  # seconds of --reward_timeout

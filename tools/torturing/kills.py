@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tools.torturing.victim import Bench, Broken, Running, Victim, cpu_until
+from tools.torturing.target import Bench, Broken, Running, Victim, cpu_until
 
 LONGEST = 8  # kills of a chain
 COLD = 0.1  # of the runs start cold, so that kills fall into imports too

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from tests.end_to_end.runs import records
 from tools.torturing.moments import at, raised
 from tools.torturing.promises import SENTENCE, UNMOVED
-from tools.torturing.victim import Broken, Fault, NotHere, Victim
+from tools.torturing.target import Broken, Fault, NotHere, Victim
 
 
 def on_small_disk(size: str) -> Callable[[Victim], None]:

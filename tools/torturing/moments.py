@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from tools.torturing.damages import flip, one_of
 from tools.torturing.promises import RESUMES, SAVES, SENTENCE, UNMOVED
-from tools.torturing.victim import Broken, Fault, Victim
+from tools.torturing.target import Broken, Fault, Victim
 
 TRAIN_STEP = "megatron_grpo.core.policy.policy:Policy.train_step"
 

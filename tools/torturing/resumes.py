@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from tests.end_to_end.runs import write_inputs
 from tools.torturing.promises import UNMOVED
-from tools.torturing.victim import Broken, Fault, Victim
+from tools.torturing.target import Broken, Fault, Victim
 
 
 def resumed_with(*flags: str, code: int, says: str = "", same: bool = False) -> Callable[[Victim], None]:

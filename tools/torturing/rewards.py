@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from tests.end_to_end.runs import REWARD
 from tools.torturing.promises import SENTENCE, UNMOVED
-from tools.torturing.victim import Fault, Victim
+from tools.torturing.target import Fault, Victim
 
 THIRD_CALL = """
 import os, sys, time, signal, random, threading, subprocess

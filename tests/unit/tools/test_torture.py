@@ -7,12 +7,12 @@ import json
 import pytest
 
 from tools.torturing.results import BEGIN, END, Results, Row, publish, said
-from tools.torturing.victim import Bench, Broken, Victim, cpu_until
+from tools.torturing.target import Bench, Broken, Victim, cpu_until
 
 
 @pytest.fixture
 def victim(tmp_path, monkeypatch):
-    monkeypatch.setattr("tools.torturing.victim.write_inputs", lambda folder, rows: [])
+    monkeypatch.setattr("tools.torturing.target.write_inputs", lambda folder, rows: [])
     (tmp_path / "reference" / "out").mkdir(parents=True)
     write(tmp_path / "reference" / "out" / "metrics.jsonl", [{"step": step, "loss": 0.1 * step, "time/step": 1.0} for step in (1, 2, 3)])
     return Victim(tmp_path / "victim", Bench(0, warm=False, reference=tmp_path / "reference"))
