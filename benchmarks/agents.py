@@ -137,8 +137,8 @@ def measure(path: Path, args: argparse.Namespace) -> None:
 
     def run_batch() -> int:
         turns = EngineTurnSampler(engine._llm.llm_engine, sampling, version=0)
-        for place, (token_ids, seed) in enumerate(asked):
-            turns.submit((place, 0), token_ids, seed=seed, max_tokens=args.tokens)
+        for index, (token_ids, seed) in enumerate(asked):
+            turns.submit((index, 0), token_ids, seed=seed, max_tokens=args.tokens)
         count = 0
         while turns.num_running:
             steps[0] += 1

@@ -40,8 +40,8 @@ def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) ->
     from megatron_grpo.core.rollout.engine import make_completion
     from tests.scripted_engine import ScriptedEngine
 
-    def make_answer(prompt, place, version):
-        tokens = np.random.default_rng([prompt.number, place]).integers(4, 100, 256).tolist()
+    def make_answer(prompt, index, version):
+        tokens = np.random.default_rng([prompt.number, index]).integers(4, 100, 256).tolist()
         return make_completion(prompt.token_ids, tokens, [-4.0] * len(tokens), text="", finish_reason="length", version=version)
 
     class TimedEngine(ScriptedEngine):

@@ -101,7 +101,9 @@ def main() -> None:
         ways = {
             OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called at once, below
             BARE: lambda: ask_llm(bare, asked, [make_trl_params(prompt) for prompt in asked]),  # noqa: B023 - called in this pass
-            INSIDE: lambda: ask_llm(engine._llm, asked, [sampling_params(sampling, derive_seed(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023 - called in this pass
+            INSIDE: lambda: ask_llm(
+                engine._llm, asked, [sampling_params(sampling, derive_seed(prompt), vocab_size=512) for prompt in asked]
+            ),  # noqa: B023 - called in this pass
             GENERATE: lambda: generate_with_transformers(asked),  # noqa: B023 - called in this pass
         }
         for way in ways if turn % 2 else reversed(ways):

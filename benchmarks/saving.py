@@ -110,8 +110,8 @@ def divide_over_replicas(weights: list[Weight], size: int, replicated: set[str])
             name, shape, whole, begins = weights[number]
             run = max(begin, starts[number]) - starts[number], min(end, starts[number] + prod(shape)) - starts[number]
             for offset, size_ in boxes(*run, shape) if name not in replicated else ():
-                place = tuple(a + b for a, b in zip(begins, offset, strict=True))
-                pieces += [Shard(f"optimizer.state.{state}.{name}", place, size_, whole, torch.float32) for state in STATES]
+                begins_of_box = tuple(a + b for a, b in zip(begins, offset, strict=True))
+                pieces += [Shard(f"optimizer.state.{state}.{name}", begins_of_box, size_, whole, torch.float32) for state in STATES]
             number += 1
         found.append(place_shards(pieces))
     return found
@@ -238,5 +238,9 @@ def measure_quickstart(steps: int) -> Table:
 
 if __name__ == "__main__":
     what = sys.argv[1] if len(sys.argv) > 1 else "grids"
-    made = {"grids": measure_grids, "real": measure_real_saves, "quickstart": lambda: measure_quickstart(int(sys.argv[2]) if len(sys.argv) > 2 else 12)}[what]()
+    made = {
+        "grids": measure_grids,
+        "real": measure_real_saves,
+        "quickstart": lambda: measure_quickstart(int(sys.argv[2]) if len(sys.argv) > 2 else 12),
+    }[what]()
     Console(width=200).print(made)

@@ -34,8 +34,8 @@ def write_dataset(path: Path, size: int) -> None:
     row = 0
     with path.open("w") as stream:
         while stream.tell() < size * 1_000_000:
-            words = " ".join(str((7919 * row + place) % 99991) for place in range(100))
-            record = {"prompt": f"What comes after {words}?", "answer": row, "steps": [f"{row} and {place}" for place in range(20)]}
+            words = " ".join(str((7919 * row + index) % 99991) for index in range(100))
+            record = {"prompt": f"What comes after {words}?", "answer": row, "steps": [f"{row} and {index}" for index in range(20)]}
             stream.write(json.dumps(record) + "\n")
             row += 1
 

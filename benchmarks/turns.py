@@ -70,7 +70,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
 
     def run_episodes() -> int:
         asked.clear()
-        play = EpisodeRunner(stage, prompts, n=8, derive_seed=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
+        play = EpisodeRunner(stage, prompts, n=8, derive_seed=lambda number, index, turn: request_seed(number, number, index, turn, n=8))
         turns = FixedLengthSampler(engine._llm.llm_engine, sampling, version=0)
         while not play.advance(turns, 10.0, version=0):
             pass
@@ -78,8 +78,8 @@ def measure(path: Path, args: argparse.Namespace) -> None:
 
     def run_batch() -> int:
         turns = EngineTurnSampler(engine._llm.llm_engine, sampling, version=0)
-        for place, (token_ids, seed) in enumerate(asked):
-            turns.submit((place, 0), token_ids, seed=seed, max_tokens=args.tokens)
+        for index, (token_ids, seed) in enumerate(asked):
+            turns.submit((index, 0), token_ids, seed=seed, max_tokens=args.tokens)
         count = 0
         while turns.num_running:
             count += sum(len(drawn.token_ids) for _, drawn in turns.poll())

@@ -34,16 +34,16 @@ def main() -> int:
         good = bad_inputs.write_good(Path(folder) / "good")
         for number, case in enumerate(cases):
             try:
-                faults, said = bad_inputs.faults_of(case, Path(folder) / str(number), good)
+                problems, output = bad_inputs.faults_of(case, Path(folder) / str(number), good)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                faults, said = [f"{type(error).__name__} came out of the program: {error}"], ""
-            bad += bool(faults)
-            for fault in faults:
-                print(f"{case.name}: {fault}", flush=True)
-            if faults and args.v:
-                print(said, flush=True)
+                problems, output = [f"{type(error).__name__} came out of the program: {error}"], ""
+            bad += bool(problems)
+            for problem in problems:
+                print(f"{case.name}: {problem}", flush=True)
+            if problems and args.v:
+                print(output, flush=True)
     print(f"{len(cases) - bad} of {len(cases)} bad inputs were met well ({time.monotonic() - began:.0f} s)")
     return 1 if bad else 0
 

@@ -61,7 +61,11 @@ def find_classes() -> dict[str, list[type]]:
 
 def read_fields(kinds: list[type]) -> dict[str, list[Any]]:
     """{field: [the JSON that it takes, its default]}; of the first class, and what others add."""
-    found = {field.name: [_format_type(str(field.type)), _make_json_value(field.default)] for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+    found = {
+        field.name: [_format_type(str(field.type)), _make_json_value(field.default)]
+        for kind in reversed(kinds)
+        for field in dataclasses.fields(kind)
+    }
     theta = kinds[0].default_theta if "rope_parameters" in found else {}
     thetas = theta if isinstance(theta, dict) else {"global": theta}
     return found | {THETAS[layers]: ["int|float", value] for layers, value in thetas.items()}

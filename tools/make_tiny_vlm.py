@@ -152,8 +152,8 @@ def encode_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> 
     image = decode_image((data / picture).read_bytes())
     short = PromptEncoder(words, image_spec=image_spec).short(row["messages"])
     grid = image_spec.grid(image.height, image.width)
-    place = short.index(image_spec.image_token)
-    ids = [*short[:place], *[image_spec.image_token] * image_spec.tokens(grid), *short[place + 1 :]]
+    index = short.index(image_spec.image_token)
+    ids = [*short[:index], *[image_spec.image_token] * image_spec.tokens(grid), *short[index + 1 :]]
     answers = [[*words.encode(text), words.eos_token_id] for text in (row["answer"], *row["mistaken"])]
     return {"ids": ids, "patches": image_spec.patches(image), "grid": grid, "answers": answers}
 

@@ -39,18 +39,18 @@ def main() -> int:
 def check_faults(args: argparse.Namespace, folder: Path) -> int:
     every = cases.FAULTS + cases.CLEAN
     groups: dict[tuple[str, str], list[int]] = {}
-    for place, one in enumerate(every):
+    for index, one in enumerate(every):
         if args.only in one.what:
-            groups.setdefault((one.model, one.layout), []).append(place)
+            groups.setdefault((one.model, one.layout), []).append(index)
     found = {}
-    for (model, layout), places in groups.items():
+    for (model, layout), indices in groups.items():
         paths = [write_tiny(folder / f"{model}-{layout}-{seed}", **cases.MODELS[model], seed=seed) for seed in (0, 1)]
         ranks = cases.LAYOUTS[layout][0]
-        found |= dict(zip(places, run_ranks(cases.found_of, ranks, paths, places, args.dtype, timeout=900)[0], strict=True))
+        found |= dict(zip(indices, run_ranks(cases.found_of, ranks, paths, indices, args.dtype, timeout=900)[0], strict=True))
     print("| fault | model | log-probs differ by, nats | named | of its size | because |\n|---|---|---|---|---|---|")
     wrong = 0
-    for place, one in sorted(found.items()):
-        fault = every[place]
+    for index, one in sorted(found.items()):
+        fault = every[index]
         is_right = cases.is_right(fault, one)
         wrong += not is_right
         mark = "" if is_right else f" (WRONG: {fault.named or 'nothing'} was to be named)"

@@ -167,14 +167,14 @@ def iterate_outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, tree / file)
         for path, mutant, source in drawn:
-            place, began = tree / path.relative_to(ROOT), time.monotonic()
+            copy, began = tree / path.relative_to(ROOT), time.monotonic()
             if path not in limits:  # how long it takes as it is
                 assert run_tests(tree, tests[path], 600), (tree / "log").read_text()[-3000:]
                 limits[path] = 5 * (time.monotonic() - began) + 10
-            whole = place.read_bytes()
-            place.write_bytes(source)
+            whole = copy.read_bytes()
+            copy.write_bytes(source)
             yield mutant, "equivalent" if mutant in harmless else "survived" if run_tests(tree, tests[path], limits[path]) else "killed"
-            place.write_bytes(whole)
+            copy.write_bytes(whole)
 
 
 def main() -> int:

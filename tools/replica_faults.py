@@ -85,4 +85,8 @@ def check_sound_runs(folder: Path, count: int, seed: int = 0) -> bool:
 if __name__ == "__main__":
     what, *rest = sys.argv[1:] or ["faults"]
     with tempfile.TemporaryDirectory() as scratch:
-        sys.exit(0 if (check_faults(Path(scratch)) if what == "faults" else check_sound_runs(Path(scratch), int(rest[0]) if rest else 200)) else 1)
+        sys.exit(
+            0
+            if (check_faults(Path(scratch)) if what == "faults" else check_sound_runs(Path(scratch), int(rest[0]) if rest else 200))
+            else 1
+        )

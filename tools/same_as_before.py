@@ -402,10 +402,10 @@ def get_answers(kind: str, side: str, tree: Path, folder: Path) -> Path:
     """The file of what one side says; of a folder that --keep wrote, the one there."""
     if (tree / f"{kind}.jsonl").is_file():
         return tree / f"{kind}.jsonl"
-    place = folder / f"{side}_{kind}"  # as long as the other side's: lines wrap alike
-    shutil.copytree(folder / "inputs", place)
-    run_side(tree, place, kind)
-    return place / "results.jsonl"
+    side_folder = folder / f"{side}_{kind}"  # as long as the other side's: lines wrap alike
+    shutil.copytree(folder / "inputs", side_folder)
+    run_side(tree, side_folder, kind)
+    return side_folder / "results.jsonl"
 
 
 def compare_kind(kind: str, trees: dict[str, Path], folder: Path) -> bool:

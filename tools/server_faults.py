@@ -65,10 +65,10 @@ class ServerPool:
         return [server for server in self.servers if server.process.poll() is None and server.address_file.exists()]
 
     def restart_dead(self) -> None:
-        for place, server in enumerate(self.servers):
+        for index, server in enumerate(self.servers):
             if server.process.poll() is not None:
                 self.dead.append(server)
-                self.servers[place] = self._start()
+                self.servers[index] = self._start()
 
     def stop(self) -> list[str]:
         """Kindly; returns what is left of any of them."""

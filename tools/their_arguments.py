@@ -65,7 +65,9 @@ def iterate_fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None
 def read_swift(directory: str) -> tuple[str, dict[str, str]]:
     found: dict[str, str] = {}
     for path in SWIFT:
-        found |= {name: format_default(value) for _, name, _, value in iterate_fields(read_file(directory, path)) if not name.startswith("_")}
+        found |= {
+            name: format_default(value) for _, name, _, value in iterate_fields(read_file(directory, path)) if not name.startswith("_")
+        }
     version = re.search(r"'(.+)'", read_file(directory, "swift/version.py").split("__version__")[-1])
     return f"modelscope/ms-swift {version[1] if version else ''}", found
 

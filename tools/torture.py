@@ -38,85 +38,85 @@ from tools.torturing import warm
 from tools.torturing.faults import FAULTS, SHORT
 from tools.torturing.kills import Killer
 from tools.torturing.moments import TRAIN_STEP
-from tools.torturing.results import Results, Row, Undisturbed, publish, said
-from tools.torturing.target import Bench, Broken, Fault, NotHere, Victim, cpu_until
+from tools.torturing.results import FaultResult, Results, Undisturbed, publish, summarize
+from tools.torturing.target import BrokenPromiseError, Fault, Target, SharedSetup, UnsupportedFaultError, sum_cpu_seconds
 
 
-class Torture:
+class TortureTest:
     """What the runs of one call share. cold: nothing is forked. is_short: the undisturbed run is a fork too."""
 
     def __init__(self, folder: Path, seed: int, results: Results, *, cold: bool = False, is_short: bool = False):
         self.folder, self.results = folder, results
         if not cold:
             warm.warm_up()
-        self.bench = Bench(seed, warm=not cold)
+        self.setup = SharedSetup(seed, warm=not cold)
         self._lives: dict[bool, list[float]] = {True: [], False: []}
-        self.bench.reference = self._undisturbed("reference", cold=cold or not is_short).folder
+        self.setup.reference = self._run_undisturbed("reference", cold=cold or not is_short).folder
         if not cold and not is_short:
-            self._undisturbed("forked", cold=False).is_whole()
-        self.bench.half_done = lambda: self._half_done
+            self._run_undisturbed("forked", cold=False).check_results()
+        self.setup.half_done = lambda: self._half_done
 
-    def _undisturbed(self, name: str, *, cold: bool) -> Victim:
-        victim, load, began = Victim(self.folder / name, self.bench), os.getloadavg()[0], time.time()
-        victim.run(cold=cold).must(0)
-        seconds, lines = time.time() - began, victim.lines()
+    def _run_undisturbed(self, name: str, *, cold: bool) -> Target:
+        target, load, began = Target(self.folder / name, self.setup), os.getloadavg()[0], time.time()
+        target.run(cold=cold).require(0)
+        seconds, lines = time.time() - began, target.read_log()
         first = next(line for line in lines if line["what"] == "trained" and line["rank"] == 0)
-        start, whole = (cpu_until(lines, line) for line in (first, lines[-1]))
+        start, whole = (sum_cpu_seconds(lines, line) for line in (first, lines[-1]))
         measured = Undisturbed(cold, seconds, whole, first["time"] - began, start, load)
         self.results.add(measured.record)
         self._lives[cold].append(seconds)
-        self.bench.patience = max(180.0, 10 * max(self._lives[True] + self._lives[False]))
+        self.setup.patience = max(180.0, 10 * max(self._lives[True] + self._lives[False]))
         print(f"[torture] an undisturbed run {measured}", flush=True)
-        return victim
+        return target
 
     @cached_property
     def _half_done(self) -> Path:
-        victim = Victim(self.folder / "template", self.bench)
-        victim.run(inject=dict(where=TRAIN_STEP, call=7, do="launcher SIGTERM")).must(None)
-        if victim.checkpoints() != [6, 7]:
-            raise SystemExit(f"the run that is stopped after step 7 left checkpoints {victim.checkpoints()}")
-        return victim.folder
+        target = Target(self.folder / "template", self.setup)
+        target.run(inject=dict(where=TRAIN_STEP, call=7, do="launcher SIGTERM")).require(None)
+        if target.list_checkpoints() != [6, 7]:
+            raise SystemExit(f"the run that is stopped after step 7 left checkpoints {target.list_checkpoints()}")
+        return target.folder
 
-    def hurt(self, fault: Fault) -> Row:
-        row, began = Row(fault.name, fault.promise), time.time()
-        place = self.folder / re.sub(r"\W+", "_", fault.name)
-        victim = Victim(place, self.bench)
+    def run_fault(self, fault: Fault) -> FaultResult:
+        row, began = FaultResult(fault.name, fault.promise), time.time()
+        folder = self.folder / re.sub(r"\W+", "_", fault.name)
+        target = Target(folder, self.setup)
         try:
-            fault.hurt(victim)
-            for name, value in asdict(victim.cost(victim.struck())).items():
+            fault.inject(target)
+            for name, value in asdict(target.compute_cost(target.find_fault_time())).items():
                 setattr(row, name, value)
-        except NotHere as reason:
+        except UnsupportedFaultError as reason:
             row.verdict, row.why = "not here", str(reason)
-        except Broken as broken:
+        except BrokenPromiseError as broken:
             row.verdict, row.why = "BROKEN", str(broken)
         row.took = time.time() - began
         if row.verdict != "BROKEN":
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         self.results.add(row.record)
         return row
 
-    def random_kills(self, count: int) -> None:
+    def run_random_kills(self, count: int) -> None:
         """Until so many are among the results."""
-        killer = Killer(self.folder, self.bench, self._life)
+        killer = Killer(self.folder, self.setup, self._get_median_seconds)
         while True:
-            chains = self.results.chains(self.bench.seed)
+            chains = self.results.get_chains(self.setup.seed)
             done = sum(len(chain["kills"]) for chain in chains)
             if done >= count:
                 return
-            chain = killer.chain(max((one["number"] for one in chains), default=0) + 1, min(8, count - done))
+            chain = killer.run_chain(max((one["number"] for one in chains), default=0) + 1, min(8, count - done))
             self.results.add(chain.record)
-            wrong = sum(one["verdict"] != "kept" for one in self.results.chains(self.bench.seed))
+            wrong = sum(one["verdict"] != "kept" for one in self.results.get_chains(self.setup.seed))
             print(
                 f"[torture] {done + len(chain.kills)} of {count} random kills; chain {chain.number}: {len(chain.kills)} kills, "
                 f"{chain.launches} launches, {chain.verdict} {chain.why[-1500:]}; {wrong} wrong in all",
                 flush=True,
             )
 
-    def _life(self, cold: bool) -> float:
+    def _get_median_seconds(self, cold: bool) -> float:
         return statistics.median(self._lives[cold])
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="names, beginnings of names, patterns; none: random kills alone")
     parser.add_argument("--short", action="store_true", help="those that CI runs")
@@ -129,7 +129,7 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen_of(asked: argparse.Namespace) -> list[Fault]:
+def select_faults(asked: argparse.Namespace) -> list[Fault]:
     if asked.short:
         return [fault for fault in FAULTS if fault.name in SHORT]
     return [
@@ -140,8 +140,8 @@ def chosen_of(asked: argparse.Namespace) -> list[Fault]:
 
 
 def main() -> int:
-    asked = parsed()
-    chosen = chosen_of(asked)
+    asked = parse_arguments()
+    chosen = select_faults(asked)
     if asked.only and not chosen and asked.only != ["none"]:
         print(f"no fault is named {' or '.join(asked.only)}; --list names them", file=sys.stderr)
         return 2
@@ -152,17 +152,17 @@ def main() -> int:
         return 0
     kills = asked.kills if asked.kills is not None else 0 if asked.only or asked.short else 40
     results, folder = Results(asked.results), Path(tempfile.mkdtemp(prefix="torture_"))
-    chosen = [fault for fault in chosen if fault.name not in results.kept()]
+    chosen = [fault for fault in chosen if fault.name not in results.get_kept_names()]
     if chosen or kills:
-        torture = Torture(folder, asked.seed, results, cold=asked.cold, is_short=asked.short)
+        torture = TortureTest(folder, asked.seed, results, cold=asked.cold, is_short=asked.short)
         for number, fault in enumerate(chosen, 1):
-            row = torture.hurt(fault)
+            row = torture.run_fault(fault)
             cost = f"{row.seconds:.1f} s" if row.seconds is not None else ""
             print(f"[torture] {number:>3} of {len(chosen)}  {row.verdict:<9}{row.name:<44}{cost:>7}  {row.why[-1500:]}", flush=True)
-        torture.random_kills(kills)
-    rows, chains = results.rows(fault.name for fault in FAULTS), results.chains(asked.seed)
+        torture.run_random_kills(kills)
+    rows, chains = results.get_rows(fault.name for fault in FAULTS), results.get_chains(asked.seed)
     wrong = [row.name for row in rows if row.verdict == "BROKEN"] + [chain["why"] for chain in chains if chain["verdict"] != "kept"]
-    print("\n".join(["", *said(rows, chains), *wrong]))
+    print("\n".join(["", *summarize(rows, chains), *wrong]))
     if asked.table:
         publish(asked.table, results, {fault.name: fault.promise for fault in FAULTS}, asked.seed)
     print(f"VERDICT: {'FAILED; runs are in ' + str(folder) if wrong else 'PASSED'}")

@@ -228,11 +228,11 @@ def _iterate_top_level(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]
 
 def _read_function_signature(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_bound: bool) -> Signature:
     a = node.args
-    places = [*a.posonlyargs, *a.args][1 if is_bound else 0 :]
-    needed = places[: len(places) - len(a.defaults)] if a.defaults else places
+    positional = [*a.posonlyargs, *a.args][1 if is_bound else 0 :]
+    needed = positional[: len(positional) - len(a.defaults)] if a.defaults else positional
     alone = [arg.arg for arg, default in zip(a.kwonlyargs, a.kw_defaults) if default is None]
-    names = frozenset(arg.arg for arg in (*places, *a.kwonlyargs))
-    return Signature(names, frozenset([*(arg.arg for arg in needed), *alone]), None if a.vararg else len(places), a.kwarg is not None)
+    names = frozenset(arg.arg for arg in (*positional, *a.kwonlyargs))
+    return Signature(names, frozenset([*(arg.arg for arg in needed), *alone]), None if a.vararg else len(positional), a.kwarg is not None)
 
 
 @dataclass(slots=True)
@@ -327,11 +327,11 @@ class Caller:
             given |= self.dicts.get(starred.id, set()) if isinstance(starred, ast.Name) else set()
         if unknown := sorted(given - signature.names) if not signature.takes_more else []:
             self._add_finding(node.lineno, f"{dotted} takes no {', '.join(unknown)}")
-        places = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
-        if signature.most is not None and len(places) > signature.most:
-            self._add_finding(node.lineno, f"{dotted} takes {signature.most} arguments by place, not {len(places)}")
-        is_open = any(keyword.arg is None for keyword in node.keywords) or len(places) < len(node.args)
-        if not is_open and len(signature.required - given) > len(places):
+        positional = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
+        if signature.most is not None and len(positional) > signature.most:
+            self._add_finding(node.lineno, f"{dotted} takes {signature.most} arguments by place, not {len(positional)}")
+        is_open = any(keyword.arg is None for keyword in node.keywords) or len(positional) < len(node.args)
+        if not is_open and len(signature.required - given) > len(positional):
             self._add_finding(node.lineno, f"{dotted} also asks for {', '.join(sorted(signature.required - given))}")
 
 

@@ -42,7 +42,9 @@ def main() -> int:
             references: dict[frozenset, cases.Trained] = {}
             for layout in (name for name in args.layouts if vision.suits(family, name)):
                 ways = {way: vision.WAYS[way] for way in args.ways if vision.suits(family, layout, way)}
-                found |= {(family, layout, way): one for way, one in compare_layout(path, layout, ways, batches, wanted, references).items()}
+                found |= {
+                    (family, layout, way): one for way, one in compare_layout(path, layout, ways, batches, wanted, references).items()
+                }
                 for way in ways:
                     logprobs, distance = found[family, layout, way]
                     is_red = not distance.within(**LIMITS) or not logprobs < 1e-5

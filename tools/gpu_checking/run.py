@@ -178,11 +178,11 @@ def find_problems(out: Path) -> list[str]:
     for step in STEPS:
         for command in step.commands:
             if isinstance(command, RunStep):
-                found += [f"{step.name}: {fault}" for fault in _find_refusals(command, out)]
+                found += [f"{step.name}: {problem}" for problem in _find_refusals(command, out)]
             elif "pytest" in command.words:
                 tests += [word for word in command.words if word.startswith("tests/")]
             elif command.words[1].startswith("benchmarks/"):
-                found += [f"{step.name}: {fault}" for fault in _find_unknown_words(command.words[2:])]
+                found += [f"{step.name}: {problem}" for problem in _find_unknown_words(command.words[2:])]
             elif command.words[1] != "-c" and not (ROOT / command.words[1]).exists():
                 found.append(f"{step.name}: there is no {command.words[1]}")
         if step.name in {other.name for other in STEPS if other is not step}:

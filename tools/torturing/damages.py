@@ -9,123 +9,123 @@ from pathlib import Path
 
 from tests.end_to_end.runs import records
 from tools.torturing.promises import FALLS_BACK, UNMOVED
-from tools.torturing.target import STEPS, Broken, Fault, Victim
+from tools.torturing.target import STEPS, BrokenPromiseError, Fault, Target
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
+def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(path: Path) -> None:
+def make_empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def gone(path: Path) -> None:
+def delete(path: Path) -> None:
     path.unlink()
 
 
-OF_EACH_STEP = ("metrics.jsonl", "schedule.jsonl")
-HARMS = {"a bit flipped": flip, "cut": cut, "empty": empty, "gone": gone}
+RECORDS_OF_STEPS = ("metrics.jsonl", "schedule.jsonl")
+DAMAGES = {"a bit flipped": flip_bit, "cut": cut_in_half, "empty": make_empty, "gone": delete}
 
 
-def newest(victim: Victim) -> Path:
-    return victim.out / "checkpoints" / "iter_0000007"
+def get_newest_checkpoint(target: Target) -> Path:
+    return target.out / "checkpoints" / "iter_0000007"
 
 
-def one_of(directory: Path, pattern: str) -> Path:
+def find_largest_file(directory: Path, pattern: str) -> Path:
     return max(directory.glob(pattern), key=lambda path: path.stat().st_size)
 
 
-def damaged(pattern: str, harm: Callable[[Path], None]) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.half_done()
-        harm(one_of(newest(victim), pattern))
-        victim.continues(says=["iter_0000007", "WARNING", r"Resuming from \S+iter_0000006"])
+def damage_checkpoint(pattern: str, harm: Callable[[Path], None]) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.copy_half_done()
+        harm(find_largest_file(get_newest_checkpoint(target), pattern))
+        target.resume(says=["iter_0000007", "WARNING", r"Resuming from \S+iter_0000006"])
 
-    return hurt
-
-
-def all_damaged(victim: Victim) -> None:
-    victim.half_done()
-    for directory in (victim.out / "checkpoints").glob("iter_*"):
-        flip(one_of(directory, "*.distcp"))
-    victim.run().must(None, "No usable checkpoint to resume from")
-    if victim.checkpoints() != [6, 7]:
-        raise Broken("the damaged checkpoints were touched")
+    return inject
 
 
-def log_damaged(name: str, harm: Callable[[Path], None]) -> Callable[[Victim], None]:
+def damage_all_checkpoints(target: Target) -> None:
+    target.copy_half_done()
+    for directory in (target.out / "checkpoints").glob("iter_*"):
+        flip_bit(find_largest_file(directory, "*.distcp"))
+    target.run().require(None, "No usable checkpoint to resume from")
+    if target.list_checkpoints() != [6, 7]:
+        raise BrokenPromiseError("the damaged checkpoints were touched")
+
+
+def damage_record(name: str, harm: Callable[[Path], None]) -> Callable[[Target], None]:
     """What is lost of the records is gone; the run itself goes on."""
 
-    def hurt(victim: Victim) -> None:
-        victim.half_done()
-        harm(victim.out / name)
-        ended = victim.run()
+    def inject(target: Target) -> None:
+        target.copy_half_done()
+        harm(target.out / name)
+        ended = target.run()
         if ended.code == 0:
-            if name in OF_EACH_STEP:
-                ended.must(0, rf"{name} has no line of \d of the 7 optimizer steps")
-            last = records(victim.out / "metrics.jsonl")[-1]
+            if name in RECORDS_OF_STEPS:
+                ended.require(0, rf"{name} has no line of \d of the 7 optimizer steps")
+            last = records(target.out / "metrics.jsonl")[-1]
             if last["step"] != STEPS:
-                raise Broken(f"the last line of metrics.jsonl is of step {last['step']}")
+                raise BrokenPromiseError(f"the last line of metrics.jsonl is of step {last['step']}")
         else:
-            ended.must(None, name.partition("/")[0])
+            ended.require(None, name.partition("/")[0])
 
-    return hurt
+    return inject
 
 
-def pointer(text: str | None) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.half_done()
-        path = victim.out / "checkpoints" / "latest_checkpointed_iteration.txt"
+def change_pointer(text: str | None) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.copy_half_done()
+        path = target.out / "checkpoints" / "latest_checkpointed_iteration.txt"
         path.unlink() if text is None else path.write_text(text)
-        ended = victim.run()
+        ended = target.run()
         if ended.code:
-            ended.must(None, "latest_checkpointed_iteration")
+            ended.require(None, "latest_checkpointed_iteration")
             path.unlink()
-            victim.run().must(0)
-        victim.is_whole()
+            target.run().require(0)
+        target.check_results()
 
-    return hurt
+    return inject
 
 
-def leftovers(victim: Victim) -> None:
-    victim.half_done()
+def add_leftovers(target: Target) -> None:
+    target.copy_half_done()
     for name in ("iter_0000009", ".iter_0000008.new", "iter_0000008.tmp"):
-        (victim.out / "checkpoints" / name).mkdir()
-        (victim.out / "checkpoints" / name / "__0_0.distcp").write_bytes(b"x" * 1000)
-    victim.continues()
+        (target.out / "checkpoints" / name).mkdir()
+        (target.out / "checkpoints" / name / "__0_0.distcp").write_bytes(b"x" * 1000)
+    target.resume()
 
 
-def locked(victim: Victim) -> None:
-    victim.half_done()
-    (victim.out / "run.lock").write_text(json.dumps({"pid": 999999, "host": socket.gethostname()}))
-    victim.continues()
+def add_lock(target: Target) -> None:
+    target.copy_half_done()
+    (target.out / "run.lock").write_text(json.dumps({"pid": 999999, "host": socket.gethostname()}))
+    target.resume()
 
 
-def moved(victim: Victim) -> None:
-    victim.half_done()
-    victim.out = victim.out.rename(victim.folder / "elsewhere")
-    victim.continues()
+def move_output_dir(target: Target) -> None:
+    target.copy_half_done()
+    target.out = target.out.rename(target.folder / "elsewhere")
+    target.resume()
 
 
-def damages() -> Iterator[Fault]:
+def list_damages() -> Iterator[Fault]:
     for name, pattern in {"manifest": "manifest.json", "shard": "*.distcp", "metadata": ".metadata", "common": "common.pt",
                           "progress": "grpo/progress.json", "prompts": "grpo/prompts.json"}.items():  # fmt: skip
-        for how, harm in HARMS.items():
-            yield Fault(f"damage/{name} {how}", FALLS_BACK, damaged(pattern, harm))
-    yield Fault("damage/every checkpoint", "refused; no file changes", all_damaged)
+        for how, harm in DAMAGES.items():
+            yield Fault(f"damage/{name} {how}", FALLS_BACK, damage_checkpoint(pattern, harm))
+    yield Fault("damage/every checkpoint", "refused; no file changes", damage_all_checkpoints)
     for how, text in {"gone": None, "garbage": "yes\n", "empty": "", "ahead": "99\n", "behind": "6\n"}.items():
-        yield Fault(f"damage/pointer {how}", "resumes from the newest checkpoint, or an error", pointer(text))
+        yield Fault(f"damage/pointer {how}", "resumes from the newest checkpoint, or an error", change_pointer(text))
     for name in ("metrics.jsonl", "schedule.jsonl", "evaluations.jsonl", "config.yaml", "plan.json"):
         for how in ("cut", "gone"):
-            promise = "the run ends without error" + (" and logs which steps it lacks" if name in OF_EACH_STEP else "")
-            yield Fault(f"damage/{name} {how}", promise, log_damaged(name, HARMS[how]))
-    yield Fault("damage/leftovers of saves", UNMOVED, leftovers)
-    yield Fault("damage/lock of a dead run", UNMOVED, locked)
-    yield Fault("damage/output_dir moved", UNMOVED, moved)
+            promise = "the run ends without error" + (" and logs which steps it lacks" if name in RECORDS_OF_STEPS else "")
+            yield Fault(f"damage/{name} {how}", promise, damage_record(name, DAMAGES[how]))
+    yield Fault("damage/leftovers of saves", UNMOVED, add_leftovers)
+    yield Fault("damage/lock of a dead run", UNMOVED, add_lock)
+    yield Fault("damage/output_dir moved", UNMOVED, move_output_dir)

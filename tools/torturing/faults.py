@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from tools.torturing.damages import damages
-from tools.torturing.judges import judges
-from tools.torturing.machine import of_surroundings, of_the_machine
-from tools.torturing.moments import beside_the_steps, kills_and_signals
-from tools.torturing.resumes import resumes
-from tools.torturing.rewards import of_rewards
+from tools.torturing.damages import list_damages
+from tools.torturing.judges import list_judge_faults
+from tools.torturing.machine import list_environment_faults, list_machine_faults
+from tools.torturing.moments import list_async_save_faults, list_kills_and_signals
+from tools.torturing.resumes import list_resumes
+from tools.torturing.rewards import list_reward_faults
 
 FAULTS = [
-    *kills_and_signals(), *beside_the_steps(), *damages(), *of_the_machine(), *of_rewards(), *judges(), *of_surroundings(), *resumes(),
-]  # fmt: skip
+    *list_kills_and_signals(),
+    *list_async_save_faults(),
+    *list_damages(),
+    *list_machine_faults(),
+    *list_reward_faults(),
+    *list_judge_faults(),
+    *list_environment_faults(),
+    *list_resumes(),
+]
 SHORT = {"chain/killed, stopped, damaged"}

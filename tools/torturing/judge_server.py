@@ -15,7 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-FIRST = 50  # the request with which it begins: in the second rollout of 24 rows
+FIRST_FAULTY_REQUEST = 50  # the request with which it begins: in the second rollout of 24 rows
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -29,16 +29,16 @@ class Handler(BaseHTTPRequestHandler):
         text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
         with self.lock:
             Handler.asked += 1
-            is_rude = FIRST <= Handler.asked < FIRST + self.times
+            is_rude = FIRST_FAULTY_REQUEST <= Handler.asked < FIRST_FAULTY_REQUEST + self.times
         if is_rude and self.how != "slow":
             return self._misbehave()
         if is_rude:
             time.sleep(3.0)  # the fault itself: it answers late
         tokens = [int(word) for word in text.partition("[Response]\n")[2].partition("\n")[0].split()]
         score = 10 * sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
-        self._say(200, json.dumps({"choices": [{"message": {"content": f"Score: {score:.3f}"}}]}))
+        self._respond(200, json.dumps({"choices": [{"message": {"content": f"Score: {score:.3f}"}}]}))
 
-    def _say(self, status: int, body: str, **headers: str) -> None:
+    def _respond(self, status: int, body: str, **headers: str) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -47,11 +47,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _misbehave(self) -> None:
         if self.how.isdigit():
-            self._say(int(self.how), "no", **({"Location": "http://127.0.0.2:9/"} if self.how == "302" else {}))
+            self._respond(int(self.how), "no", **({"Location": "http://127.0.0.2:9/"} if self.how == "302" else {}))
         elif self.how == "word":
-            self._say(200, json.dumps({"choices": [{"message": {"content": "splendid"}}]}))
+            self._respond(200, json.dumps({"choices": [{"message": {"content": "splendid"}}]}))
         elif self.how == "page":
-            self._say(200, "<html>")
+            self._respond(200, "<html>")
         elif self.how == "endless":
             self.send_response(200)
             self.end_headers()

@@ -12,22 +12,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tools.torturing.promises import SENTENCE, UNMOVED
-from tools.torturing.target import Fault, Victim
+from tools.torturing.target import Fault, Target
 
-OFTEN = 10**9
+ALWAYS = 10**9
 TIMEOUT = 20  # seconds of --reward_timeout
 # How it answers, how often, and what the run must say; None where the run must not notice.
-RUDE: dict[str, tuple[str, int, str | None]] = {
+JUDGE_FAULTS: dict[str, tuple[str, int, str | None]] = {
     "is overloaded briefly": ("503", 3, None),
     "responds with 429": ("429", 3, None),
     "drops connections": ("drop", 3, None),
     "is slow": ("slow", 3, None),
-    "answers without a score": ("word", OFTEN, "llm_judge.*no `Score"),
-    "answers with an HTML page": ("page", OFTEN, "llm_judge.*not JSON"),
-    "rejects the key": ("401", OFTEN, "llm_judge.*401"),
-    "redirects to another host": ("302", OFTEN, "Redirects are not followed"),
-    "sends an endless response": ("endless", OFTEN, "more than 4 MiB"),
-    "never answers": ("silent", OFTEN, "llm_judge.*timed out"),
+    "answers without a score": ("word", ALWAYS, "llm_judge.*no `Score"),
+    "answers with an HTML page": ("page", ALWAYS, "llm_judge.*not JSON"),
+    "rejects the key": ("401", ALWAYS, "llm_judge.*401"),
+    "redirects to another host": ("302", ALWAYS, "Redirects are not followed"),
+    "sends an endless response": ("endless", ALWAYS, "more than 4 MiB"),
+    "never answers": ("silent", ALWAYS, "llm_judge.*timed out"),
     "dies": ("die", 1, "llm_judge.*cannot be reached"),
 }
 
@@ -52,43 +52,43 @@ class JudgeProcess:
 
 
 @contextmanager
-def judged(victim: Victim, how: str = "", times: int = 0) -> Iterator[JudgeProcess]:
-    """Within it the victim's runs are judged by such a judge."""
-    victim.inputs[victim.inputs.index("--reward_funcs") + 1] = "llm_judge"
-    # Not in the victim's folder: a process that has that open is taken for one of the run.
+def start_judge(target: Target, how: str = "", times: int = 0) -> Iterator[JudgeProcess]:
+    """Within it the target's runs are judged by such a judge."""
+    target.inputs[target.inputs.index("--reward_funcs") + 1] = "llm_judge"
+    # Not in the target's folder: a process that has that open is taken for one of the run.
     with TemporaryDirectory(prefix="torture_judge_") as folder:
         judge = JudgeProcess(Path(folder), how, times)
         try:
             url = f"http://127.0.0.1:{judge.port}/v1"
-            victim.inputs += ["--llm_judge_url", url, "--llm_judge_model", "m", "--reward_timeout", str(TIMEOUT)]
+            target.inputs += ["--llm_judge_url", url, "--llm_judge_model", "m", "--reward_timeout", str(TIMEOUT)]
             yield judge
-            if how in ("die", "silent") or times == OFTEN:  # mended
+            if how in ("die", "silent") or times == ALWAYS:  # mended
                 judge.close()
                 judge = JudgeProcess(Path(folder), port=judge.port)
-                victim.continues()
+                target.resume()
             else:
-                victim.is_whole()
+                target.check_results()
         finally:
             judge.close()
 
 
-def misjudged(how: str, times: int, says: str | None) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.bench = replace(victim.bench, reference=victim.bench.reference_of("judged", undisturbed))
-        with judged(victim, how, times):
-            ended = victim.run()
-            ended.must(None, says) if says else ended.must(0)
+def make_judge_fault(how: str, times: int, says: str | None) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.setup = replace(target.setup, reference=target.setup.get_reference("judged", run_undisturbed))
+        with start_judge(target, how, times):
+            ended = target.run()
+            ended.require(None, says) if says else ended.require(0)
 
-    return hurt
-
-
-def undisturbed(victim: Victim) -> None:
-    victim.bench = replace(victim.bench, reference=victim.folder)
-    with judged(victim):
-        victim.run().must(0)
+    return inject
 
 
-def judges() -> Iterator[Fault]:
-    for name, (how, times, says) in RUDE.items():
+def run_undisturbed(target: Target) -> None:
+    target.setup = replace(target.setup, reference=target.folder)
+    with start_judge(target):
+        target.run().require(0)
+
+
+def list_judge_faults() -> Iterator[Fault]:
+    for name, (how, times, says) in JUDGE_FAULTS.items():
         promise = UNMOVED if says is None else SENTENCE
-        yield Fault(f"judge/{name}", promise, misjudged(how, times, says))
+        yield Fault(f"judge/{name}", promise, make_judge_fault(how, times, says))

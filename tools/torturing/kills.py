@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tools.torturing.target import Bench, Broken, Running, Victim, cpu_until
+from tools.torturing.target import BrokenPromiseError, Running, Target, SharedSetup, sum_cpu_seconds
 
-LONGEST = 8  # kills of a chain
-COLD = 0.1  # of the runs start cold, so that kills fall into imports too
+MAX_KILLS = 8  # kills of a chain
+COLD_SHARE = 0.1  # of the runs start cold, so that kills fall into imports too
 
 
 @dataclass
@@ -54,80 +54,80 @@ class Chain:
 class Killer:
     """life: returns seconds of a whole undisturbed run, started cold or not, as of today's load."""
 
-    def __init__(self, folder: Path, bench: Bench, life: Callable[[bool], float]):
-        self.folder, self.bench, self.life = folder, bench, life
+    def __init__(self, folder: Path, setup: SharedSetup, life: Callable[[bool], float]):
+        self.folder, self.setup, self.life = folder, setup, life
 
-    def chain(self, number: int, most: int = LONGEST) -> Chain:
+    def run_chain(self, number: int, most: int = MAX_KILLS) -> Chain:
         """At most so many kills. The chain is the same for the same seed and number, but for what the machine makes of its moments."""
-        chain, rng = Chain(number, self.bench.seed), random.Random(f"{self.bench.seed}/{number}")
-        victim = Victim(self.folder / f"chain_{number}", self.bench)
+        chain, rng = Chain(number, self.setup.seed), random.Random(f"{self.setup.seed}/{number}")
+        target = Target(self.folder / f"chain_{number}", self.setup)
         times: list[float] = []
         try:
-            while len(chain.kills) < most and self._killed(victim, chain, rng, times):
-                self._so_far(victim, chain)
+            while len(chain.kills) < most and self._kill_once(target, chain, rng, times):
+                self._check_partial_results(target, chain)
             if len(chain.kills) == most:
                 chain.launches += 1
-                victim.run().must(0)
-            victim.is_whole()
-        except Broken as broken:
-            chain.verdict, chain.why = "BROKEN", self._which(victim, chain, str(broken))
-        self._count(victim, chain, times)
+                target.run().require(0)
+            target.check_results()
+        except BrokenPromiseError as broken:
+            chain.verdict, chain.why = "BROKEN", self._describe_failure(target, chain, str(broken))
+        self._compute_costs(target, chain, times)
         if chain.verdict == "kept":
-            shutil.rmtree(victim.folder)
+            shutil.rmtree(target.folder)
         return chain
 
-    def _killed(self, victim: Victim, chain: Chain, rng: random.Random, times: list[float]) -> bool:
+    def _kill_once(self, target: Target, chain: Chain, rng: random.Random, times: list[float]) -> bool:
         """One launch, and a kill at a random moment of it; whether the run had not ended before."""
         chain.launches += 1
-        cold, moment, pick = rng.random() < COLD or not self.bench.warm, rng.random(), rng.random()
-        began, process = time.monotonic(), victim.begin(cold=cold)
+        cold, moment, pick = rng.random() < COLD_SHARE or not self.setup.warm, rng.random(), rng.random()
+        began, process = time.monotonic(), target.begin(cold=cold)
         try:
             process.wait(0.02 + 0.75 * moment * self.life(cold))
         except subprocess.TimeoutExpired:
-            others = victim.left(process)
-            place = int(pick * (1 + len(others)))
-            whom = "launcher" if place == 0 else f"process {place} of {len(others)}"
+            others = target.find_processes(process)
+            index = int(pick * (1 + len(others)))
+            whom = "launcher" if index == 0 else f"process {index} of {len(others)}"
             times.append(time.time())
-            step = max((line["step"] for line in victim.lines() if line["what"] == "trained"), default=0)
+            step = max((line["step"] for line in target.read_log() if line["what"] == "trained"), default=0)
             chain.kills.append(Kill(chain.number, len(chain.kills) + 1, whom, time.monotonic() - began, step, cold))
-            self._kill([process.pid, *others][place])
-            self._ended(victim, process)
+            self._kill_process([process.pid, *others][index])
+            self._wait_for_end(target, process)
             return True
-        victim.end(process).must(0)
+        target.end(process).require(0)
         return False
 
     @staticmethod
-    def _kill(pid: int) -> None:
+    def _kill_process(pid: int) -> None:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # the run has ended in this moment
 
     @staticmethod
-    def _ended(victim: Victim, process: Running) -> None:
+    def _wait_for_end(target: Target, process: Running) -> None:
         """Any exit code will do; that nothing is left is what counts."""
-        victim.end(process)
+        target.end(process)
 
     @staticmethod
-    def _so_far(victim: Victim, chain: Chain) -> None:
+    def _check_partial_results(target: Target, chain: Chain) -> None:
         try:
-            victim.is_whole_so_far()
-        except Broken as broken:
-            raise Broken(f"after kill {len(chain.kills)}: {broken}") from None
+            target.check_partial_results()
+        except BrokenPromiseError as broken:
+            raise BrokenPromiseError(f"after kill {len(chain.kills)}: {broken}") from None
 
-    def _which(self, victim: Victim, chain: Chain, why: str) -> str:
+    def _describe_failure(self, target: Target, chain: Chain, why: str) -> str:
         """Which kill did it, as far as the steps tell."""
-        trained = {line["step"]: line["attempt"] for line in victim.lines() if line["what"] == "trained" and line["rank"] == 0}
+        trained = {line["step"]: line["attempt"] for line in target.read_log() if line["what"] == "trained" and line["rank"] == 0}
         return f"chain {chain.number} (seed {chain.seed}), {len(chain.kills)} kills: {why}; steps by launch: {trained}"
 
     @staticmethod
-    def _count(victim: Victim, chain: Chain, times: list[float]) -> None:
-        lines = victim.lines()
+    def _compute_costs(target: Target, chain: Chain, times: list[float]) -> None:
+        lines = target.read_log()
         trained = [line for line in lines if line["what"] == "trained" and line["rank"] == 0]
         for i, (kill, struck) in enumerate(zip(chain.kills, times, strict=True)):
-            kill.sampled_twice = victim.sampled_again(lines, attempts=[i + 2])
+            kill.sampled_twice = target.count_resampled_prompts(lines, attempts=[i + 2])
             last = max((line["step"] for line in trained if line["time"] <= struck), default=0)
             again = next((line for line in trained if line["time"] > struck and line["step"] > last), None)
             next_kill = times[i + 1] if i + 1 < len(times) else float("inf")
             if again is not None and again["time"] < next_kill and again["attempt"] == str(i + 2):
-                kill.seconds, kill.cpu_seconds = again["time"] - struck, cpu_until(lines, again)
+                kill.seconds, kill.cpu_seconds = again["time"] - struck, sum_cpu_seconds(lines, again)

@@ -7,143 +7,143 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 from tests.end_to_end.runs import records
-from tools.torturing.moments import at, raised
+from tools.torturing.moments import make_injection, raise_at
 from tools.torturing.promises import SENTENCE, UNMOVED
-from tools.torturing.target import Broken, Fault, NotHere, Victim
+from tools.torturing.target import BrokenPromiseError, Fault, Target, UnsupportedFaultError
 
 
-def on_small_disk(size: str) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.out.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(victim.out)], capture_output=True).returncode:
-            raise NotHere("this user may not mount a file system")
+def fill_disk(size: str) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.out.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(target.out)], capture_output=True).returncode:
+            raise UnsupportedFaultError("this user may not mount a file system")
         try:
-            victim.run().must(None, r"[Nn]o space")
-            subprocess.run(["mount", "-o", "remount,size=200m", str(victim.out)], check=True)
-            victim.continues()
+            target.run().require(None, r"[Nn]o space")
+            subprocess.run(["mount", "-o", "remount,size=200m", str(target.out)], check=True)
+            target.resume()
         finally:
-            subprocess.run(["umount", str(victim.out)], check=False)
+            subprocess.run(["umount", str(target.out)], check=False)
 
-    return hurt
+    return inject
 
 
-def read_only(victim: Victim) -> None:
-    victim.half_done()
-    if subprocess.run(["mount", "--bind", str(victim.out), str(victim.out)], capture_output=True).returncode:
-        raise NotHere("this user may not mount a file system")
+def mount_read_only(target: Target) -> None:
+    target.copy_half_done()
+    if subprocess.run(["mount", "--bind", str(target.out), str(target.out)], capture_output=True).returncode:
+        raise UnsupportedFaultError("this user may not mount a file system")
     try:
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(victim.out)], check=True)
-        victim.run().must(None, "[Rr]ead-only")
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(target.out)], check=True)
+        target.run().require(None, "[Rr]ead-only")
     finally:
-        subprocess.run(["umount", str(victim.out)], check=False)
-    victim.continues()
+        subprocess.run(["umount", str(target.out)], check=False)
+    target.resume()
 
 
-def not_allowed(victim: Victim) -> None:
+def remove_permissions(target: Target) -> None:
     """Permission bits are nothing to root, so root runs as somebody else."""
-    victim.half_done()
-    for folder in (victim.folder.parent, victim.folder):
+    target.copy_half_done()
+    for folder in (target.folder.parent, target.folder):
         folder.chmod(0o755)
-    victim.log.chmod(0o777)
-    become = 'exec setpriv --reuid=65534 --regid=65534 --clear-groups "$0" "$@"' if os.geteuid() == 0 else f"chmod -R a-w {victim.out}"
-    victim.run(before=become).must(None, "[Pp]ermission")
-    subprocess.run(["chmod", "-R", "u+w", str(victim.folder)], check=True)
-    victim.continues()
+    target.log.chmod(0o777)
+    become = 'exec setpriv --reuid=65534 --regid=65534 --clear-groups "$0" "$@"' if os.geteuid() == 0 else f"chmod -R a-w {target.out}"
+    target.run(before=become).require(None, "[Pp]ermission")
+    subprocess.run(["chmod", "-R", "u+w", str(target.folder)], check=True)
+    target.resume()
 
 
-def limited(limit: str, *says: str) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.run(before=limit).must(None, *says)
-        victim.continues()
+def limit_resource(limit: str, *says: str) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.run(before=limit).require(None, *says)
+        target.resume()
 
-    return hurt
-
-
-def environment(env: dict[str, str], code: int = 0) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.run(env=env).must(code)
-        victim.is_whole()
-
-    return hurt
+    return inject
 
 
-def more_threads(victim: Victim) -> None:
-    victim.run(env={"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}).must(0)
-    mine, right = (records(out / "metrics.jsonl") for out in (victim.out, victim.bench.reference / "out"))
+def set_environment(env: dict[str, str], code: int = 0) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.run(env=env).require(code)
+        target.check_results()
+
+    return inject
+
+
+def use_more_threads(target: Target) -> None:
+    target.run(env={"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}).require(0)
+    mine, right = (records(out / "metrics.jsonl") for out in (target.out, target.setup.reference / "out"))
     if len(mine) != len(right) or any(abs(one["loss"] - other["loss"]) > 1e-4 for one, other in zip(mine, right, strict=True)):
-        raise Broken("the losses are not those of one thread, to 1e-4")
+        raise BrokenPromiseError("the losses are not those of one thread, to 1e-4")
 
 
-def starved(moment: str) -> Callable[[Victim], None]:
+def limit_memory(moment: str) -> Callable[[Target], None]:
     """From then on a rank gets no more memory than it has; what it has may do."""
 
-    def hurt(victim: Victim) -> None:
-        ended = victim.run(inject=at(moment, "starve", 1))
+    def inject(target: Target) -> None:
+        ended = target.run(inject=make_injection(moment, "starve", 1))
         if ended.code:
-            ended.must(None, "memory")
-            victim.continues()
+            ended.require(None, "memory")
+            target.resume()
         else:
-            victim.is_whole()
+            target.check_results()
 
-    return hurt
-
-
-def clock(seconds: int) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.run(inject=at("training", f"clock {seconds}", None)).must(0)
-        victim.is_whole()
-
-    return hurt
+    return inject
 
 
-def second_run(victim: Victim) -> None:
-    process = victim.begin()
-    victim.until(process, lambda: any(line["what"] == "trained" for line in victim.lines()))
-    first, victim.said = victim.said, victim.folder / "second"
-    second = victim.begin("--overwrite_output_dir", "true")
-    victim.said = victim.folder / f"said_{victim.attempt}"
-    code = second.wait(victim.bench.patience)
-    if code == 0 or "in use by another run" not in victim.said.read_text():
-        raise Broken(f"the second run ended with {code}: {victim.said.read_text()[-1000:]}")
-    victim.said = first
-    victim.end(process).must(0)
-    victim.is_whole()
+def move_clock(seconds: int) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.run(inject=make_injection("training", f"clock {seconds}", None)).require(0)
+        target.check_results()
+
+    return inject
 
 
-def closed_output(victim: Victim) -> None:
+def start_second_run(target: Target) -> None:
+    process = target.begin()
+    target.wait_for(process, lambda: any(line["what"] == "trained" for line in target.read_log()))
+    first, target.output_file = target.output_file, target.folder / "second"
+    second = target.begin("--overwrite_output_dir", "true")
+    target.output_file = target.folder / f"output_{target.attempt}"
+    code = second.wait(target.setup.patience)
+    if code == 0 or "in use by another run" not in target.output_file.read_text():
+        raise BrokenPromiseError(f"the second run ended with {code}: {target.output_file.read_text()[-1000:]}")
+    target.output_file = first
+    target.end(process).require(0)
+    target.check_results()
+
+
+def close_output(target: Target) -> None:
     """`torchrun ... | head -1`"""
-    process = victim.begin(before="exec > >(head -c 10 > /dev/null)")
-    ended = victim.end(process)
+    process = target.begin(before="exec > >(head -c 10 > /dev/null)")
+    ended = target.end(process)
     if ended.code == 0:
-        victim.is_whole()
+        target.check_results()
     else:
-        victim.continues()
+        target.resume()
 
 
-def of_the_machine() -> Iterator[Fault]:
+def list_machine_faults() -> Iterator[Fault]:
     for size in ("100k", "900k", "2m"):
-        yield Fault(f"disk/full at {size}", SENTENCE, on_small_disk(size))
-    yield Fault("disk/read-only", SENTENCE, read_only)
-    yield Fault("disk/no right to write", SENTENCE, not_allowed)
-    yield Fault("disk/files of at most 200 kB", SENTENCE, limited("ulimit -f 200"))
-    yield Fault("disk/64 open files", SENTENCE, limited("ulimit -n 64"))
-    yield Fault("memory/address space of 2 GB", SENTENCE, limited("ulimit -v 2000000", "no memory, or no thread"))
+        yield Fault(f"disk/full at {size}", SENTENCE, fill_disk(size))
+    yield Fault("disk/read-only", SENTENCE, mount_read_only)
+    yield Fault("disk/no right to write", SENTENCE, remove_permissions)
+    yield Fault("disk/files of at most 200 kB", SENTENCE, limit_resource("ulimit -f 200"))
+    yield Fault("disk/64 open files", SENTENCE, limit_resource("ulimit -n 64"))
+    yield Fault("memory/address space of 2 GB", SENTENCE, limit_resource("ulimit -v 2000000", "no memory, or no thread"))
     for moment in ("building the model", "sampling", "training", "writing a checkpoint"):
         yield Fault(
             f"memory/limit at the current size, {moment}",
             "an error that names the cause, or the results of an undisturbed run",
-            starved(moment),
+            limit_memory(moment),
         )
     for moment in ("building the model", "training", "writing a checkpoint"):
-        yield Fault(f"memory/allocation fails, {moment}", SENTENCE, raised(moment, "MemoryError"))
-        yield Fault(f"disk/input or output error, {moment}", SENTENCE, raised(moment, "OSError"))
+        yield Fault(f"memory/allocation fails, {moment}", SENTENCE, raise_at(moment, "MemoryError"))
+        yield Fault(f"disk/input or output error, {moment}", SENTENCE, raise_at(moment, "OSError"))
 
 
-def of_surroundings() -> Iterator[Fault]:
-    yield Fault("clock/one hour back", UNMOVED, clock(-3600))
-    yield Fault("clock/one day ahead", UNMOVED, clock(86400))
+def list_environment_faults() -> Iterator[Fault]:
+    yield Fault("clock/one hour back", UNMOVED, move_clock(-3600))
+    yield Fault("clock/one day ahead", UNMOVED, move_clock(86400))
     for name, env in {"no HOME": {"HOME": "/nowhere"}, "locale C": {"LC_ALL": "C"}, "no terminal": {"TERM": "dumb"}}.items():  # fmt: skip
-        yield Fault(f"environment/{name}", UNMOVED, environment(env))
-    yield Fault("environment/four threads", "ends without error; not bit for bit, because threads add in another order", more_threads)
-    yield Fault("environment/output is closed", "ends without error, or resumes", closed_output)
-    yield Fault("environment/a second run in output_dir", "refused; the first run continues", second_run)
+        yield Fault(f"environment/{name}", UNMOVED, set_environment(env))
+    yield Fault("environment/four threads", "ends without error; not bit for bit, because threads add in another order", use_more_threads)
+    yield Fault("environment/output is closed", "ends without error, or resumes", close_output)
+    yield Fault("environment/a second run in output_dir", "refused; the first run continues", start_second_run)

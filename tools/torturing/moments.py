@@ -7,9 +7,9 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 
-from tools.torturing.damages import flip, one_of
+from tools.torturing.damages import find_largest_file, flip_bit
 from tools.torturing.promises import RESUMES, SAVES, SENTENCE, UNMOVED
-from tools.torturing.target import Broken, Fault, Victim
+from tools.torturing.target import BrokenPromiseError, Fault, Target
 
 TRAIN_STEP = "megatron_grpo.core.policy.policy:Policy.train_step"
 
@@ -46,7 +46,7 @@ MOMENTS_OF_RANK_0 = {
 ASYNC = ("--async_save", "true")
 
 # Moments from which a stop can be heard.
-POLITE = [
+STOPPABLE = [
     "building the model",
     "first rollout",
     "sampling",
@@ -58,116 +58,116 @@ POLITE = [
 ]
 
 
-def at(moment: str, do: str, rank: int | None = 0) -> dict:
+def make_injection(moment: str, do: str, rank: int | None = 0) -> dict:
     where, call = {**MOMENTS, **MOMENTS_OF_RANK_0}[moment]
     return dict(where=where, call=call, do=do, rank=rank)
 
 
-def killed(moment: str, do: str, rank: int, *flags: str) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.run(*flags, inject=at(moment, do, rank)).must(None)
-        victim.continues(*flags)
+def kill_at(moment: str, do: str, rank: int, *flags: str) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.run(*flags, inject=make_injection(moment, do, rank)).require(None)
+        target.resume(*flags)
 
-    return hurt
-
-
-def raised(moment: str, what: str, *flags: str) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.run(*flags, inject=at(moment, f"raise {what}")).must(None, "made up by tools/torture.py|memory")
-        victim.continues(*flags)
-
-    return hurt
+    return inject
 
 
-def stopped(moment: str, do: str, *flags: str) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        ended = victim.run(*flags, inject=at(moment, do))
-        trained = max((line["step"] for line in victim.lines() if line["what"] == "trained"), default=0)
-        saved = max(victim.checkpoints(), default=0)
+def raise_at(moment: str, what: str, *flags: str) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.run(*flags, inject=make_injection(moment, f"raise {what}")).require(None, "made up by tools/torture.py|memory")
+        target.resume(*flags)
+
+    return inject
+
+
+def stop_at(moment: str, do: str, *flags: str) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        ended = target.run(*flags, inject=make_injection(moment, do))
+        trained = max((line["step"] for line in target.read_log() if line["what"] == "trained"), default=0)
+        saved = max(target.list_checkpoints(), default=0)
         if ended.code == 0 or saved < trained:
-            raise Broken(f"exit code {ended.code}, step {trained} was trained, and {saved} is saved: {ended.said[-1000:]}")
-        victim.continues(*flags)
+            raise BrokenPromiseError(f"exit code {ended.code}, step {trained} was trained, and {saved} is saved: {ended.output[-1000:]}")
+        target.resume(*flags)
 
-    return hurt
+    return inject
 
 
-def twice_stopped(victim: Victim) -> None:
-    process = victim.begin()
-    victim.until(process, lambda: victim.lines() and victim.lines()[-1]["what"] == "trained")
+def stop_twice(target: Target) -> None:
+    process = target.begin()
+    target.wait_for(process, lambda: target.read_log() and target.read_log()[-1]["what"] == "trained")
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)
-    victim.end(process).must(None)
-    victim.continues()
+    target.end(process).require(None)
+    target.resume()
 
 
-def killed_again_and_again(victim: Victim) -> None:
+def kill_repeatedly(target: Target) -> None:
     for call in (2, 1, 3, 1):
-        victim.run(inject=dict(where=TRAIN_STEP, call=call, do="SIGKILL", rank=call % 2)).must(None)
-    victim.continues()
+        target.run(inject=dict(where=TRAIN_STEP, call=call, do="SIGKILL", rank=call % 2)).require(None)
+    target.resume()
 
 
-def killed_stopped_and_damaged(victim: Victim) -> None:
+def kill_stop_and_damage(target: Target) -> None:
     """Saves after steps 3 and 6; the second launch begins after step 3, so its second step is the fifth."""
-    victim.run(inject=at("writing a checkpoint", "SIGKILL", 1)).must(None)
-    victim.run(inject=dict(where=TRAIN_STEP, call=2, do="launcher SIGTERM")).must(None, r"saved after optimizer step 5")
-    if victim.checkpoints() != [3, 5]:
-        raise Broken(f"checkpoints {victim.checkpoints()} are left, not 3 and 5")
-    flip(one_of(victim.out / "checkpoints" / "iter_0000005", "*.distcp"))
-    victim.continues(says=["iter_0000005", "WARNING", r"Resuming from \S+iter_0000003"])
+    target.run(inject=make_injection("writing a checkpoint", "SIGKILL", 1)).require(None)
+    target.run(inject=dict(where=TRAIN_STEP, call=2, do="launcher SIGTERM")).require(None, r"saved after optimizer step 5")
+    if target.list_checkpoints() != [3, 5]:
+        raise BrokenPromiseError(f"checkpoints {target.list_checkpoints()} are left, not 3 and 5")
+    flip_bit(find_largest_file(target.out / "checkpoints" / "iter_0000005", "*.distcp"))
+    target.resume(says=["iter_0000005", "WARNING", r"Resuming from \S+iter_0000003"])
 
 
-def launcher_killed(victim: Victim) -> None:
-    victim.run(inject=at("training", "launcher SIGKILL")).must(None)
-    victim.continues()
+def kill_launcher(target: Target) -> None:
+    target.run(inject=make_injection("training", "launcher SIGKILL")).require(None)
+    target.resume()
 
 
-def launcher_killed_while_ranks_import(victim: Victim) -> None:
-    process = victim.begin(cold=True)
-    victim.until(process, lambda: len(victim.left(process)) >= 2)
+def kill_launcher_during_imports(target: Target) -> None:
+    process = target.begin(cold=True)
+    target.wait_for(process, lambda: len(target.find_processes(process)) >= 2)
     process.kill()
-    victim.end(process)
-    victim.continues()
+    target.end(process)
+    target.resume()
 
 
-def frozen_for_a_while(victim: Victim) -> None:
+def freeze_rank(target: Target) -> None:
     """A machine that sleeps, or a debugger: 5 s in which one rank stands still."""
-    process = victim.begin()
-    victim.until(process, lambda: any(line["what"] == "trained" for line in victim.lines()))
-    pid = victim.left(process)[-1]
+    process = target.begin()
+    target.wait_for(process, lambda: any(line["what"] == "trained" for line in target.read_log()))
+    pid = target.find_processes(process)[-1]
     os.kill(pid, signal.SIGSTOP)
     subprocess.run(["sleep", "5"], check=True)
     os.kill(pid, signal.SIGCONT)
-    victim.end(process).must(0)
-    victim.is_whole()
+    target.end(process).require(0)
+    target.check_results()
 
 
-def kills_and_signals() -> Iterator[Fault]:
+def list_kills_and_signals() -> Iterator[Fault]:
     for moment in MOMENTS:
         for rank in (0, 1):
-            yield Fault(f"kill/rank {rank}, {moment}", RESUMES, killed(moment, "SIGKILL", rank))
+            yield Fault(f"kill/rank {rank}, {moment}", RESUMES, kill_at(moment, "SIGKILL", rank))
     for moment in MOMENTS_OF_RANK_0:
-        yield Fault(f"kill/rank 0, {moment}", RESUMES, killed(moment, "SIGKILL", 0))
-    yield Fault("kill/launcher, training", RESUMES, launcher_killed)
-    yield Fault("kill/launcher, ranks import", RESUMES, launcher_killed_while_ranks_import)
-    yield Fault("chain/killed, stopped, damaged", RESUMES, killed_stopped_and_damaged)
-    yield Fault("kill/four times in a row", RESUMES, killed_again_and_again)
-    yield Fault("kill/segmentation fault, training", RESUMES, killed("training", "SIGSEGV", 1))
-    for moment in POLITE:
-        yield Fault(f"stop/SIGTERM, {moment}", SAVES, stopped(moment, "launcher SIGTERM"))
+        yield Fault(f"kill/rank 0, {moment}", RESUMES, kill_at(moment, "SIGKILL", 0))
+    yield Fault("kill/launcher, training", RESUMES, kill_launcher)
+    yield Fault("kill/launcher, ranks import", RESUMES, kill_launcher_during_imports)
+    yield Fault("chain/killed, stopped, damaged", RESUMES, kill_stop_and_damage)
+    yield Fault("kill/four times in a row", RESUMES, kill_repeatedly)
+    yield Fault("kill/segmentation fault, training", RESUMES, kill_at("training", "SIGSEGV", 1))
+    for moment in STOPPABLE:
+        yield Fault(f"stop/SIGTERM, {moment}", SAVES, stop_at(moment, "launcher SIGTERM"))
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         for moment in ("sampling", "training", "evaluating"):
             to = "launcher " if name == "SIGINT" else ""
-            yield Fault(f"stop/{name}, {moment}", SAVES, stopped(moment, f"{to}{name}"))
-    yield Fault("stop/Ctrl-C twice", RESUMES, twice_stopped)
-    yield Fault("stop/a rank is stopped for 5 s", UNMOVED, frozen_for_a_while)
+            yield Fault(f"stop/{name}, {moment}", SAVES, stop_at(moment, f"{to}{name}"))
+    yield Fault("stop/Ctrl-C twice", RESUMES, stop_twice)
+    yield Fault("stop/a rank is stopped for 5 s", UNMOVED, freeze_rank)
 
 
-def beside_the_steps() -> Iterator[Fault]:
+def list_async_save_faults() -> Iterator[Fault]:
     """With --async_save the writing moments are those of a thread."""
     for moment in ("writing the first checkpoint", "writing a checkpoint", "describing a checkpoint", "training"):
         for rank in (0, 1):
-            yield Fault(f"async/rank {rank}, {moment}", RESUMES, killed(moment, "SIGKILL", rank, *ASYNC))
-    yield Fault("async/rank 0, publishing a checkpoint", RESUMES, killed("publishing a checkpoint", "SIGKILL", 0, *ASYNC))
+            yield Fault(f"async/rank {rank}, {moment}", RESUMES, kill_at(moment, "SIGKILL", rank, *ASYNC))
+    yield Fault("async/rank 0, publishing a checkpoint", RESUMES, kill_at("publishing a checkpoint", "SIGKILL", 0, *ASYNC))
     for moment in ("sampling", "writing a checkpoint"):
-        yield Fault(f"async/SIGTERM, {moment}", SAVES, stopped(moment, "launcher SIGTERM", *ASYNC))
-    yield Fault("async/input or output error, writing a checkpoint", SENTENCE, raised("writing a checkpoint", "OSError", *ASYNC))
+        yield Fault(f"async/SIGTERM, {moment}", SAVES, stop_at(moment, "launcher SIGTERM", *ASYNC))
+    yield Fault("async/input or output error, writing a checkpoint", SENTENCE, raise_at("writing a checkpoint", "OSError", *ASYNC))

@@ -1,4 +1,4 @@
-"""A rank of a run that is hurt: the program itself, with answers from a table in place of vLLM's, and one thing that happens to it.
+"""A rank of a run that is hurt: the program itself, with answers from a table in index of vLLM's, and one thing that happens to it.
 
     torchrun --nproc_per_node 2 tools/torturing/rank.py train ...
 
@@ -30,20 +30,20 @@ NOW, LOG, ATTEMPT = time.time, Path(os.environ["TORTURE_LOG"]), os.environ["TORT
 RANK, FAULT = launcher.read().rank, json.loads(os.environ.get("TORTURE", "null"))
 
 
-def tell(what: str, **more) -> None:
+def write_log(what: str, **more) -> None:
     line = {"time": NOW(), "cpu": time.process_time(), "attempt": ATTEMPT, "rank": RANK, "what": what, **more}
     with (LOG / f"rank_{RANK}.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
 
 
-def engine(cfg, inputs, parallel):
+def make_engine(cfg, inputs, parallel):
     import numpy as np
 
     from megatron_grpo.core.rollout.engine import make_completion
     from tests.scripted_engine import ScriptedEngine
 
-    def answer(prompt, place, version):
-        rng = np.random.default_rng([prompt.number, place, version])
+    def answer(prompt, index, version):
+        rng = np.random.default_rng([prompt.number, index, version])
         tokens = rng.integers(4, 100, int(rng.integers(1, 9))).tolist()
         return make_completion(prompt.token_ids, tokens, [-4.0] * len(tokens), text=" ".join(map(str, tokens)),
                         finish_reason="length" if len(tokens) == 8 else "stop", version=version)  # fmt: skip
@@ -51,8 +51,8 @@ def engine(cfg, inputs, parallel):
     return ScriptedEngine(answer)
 
 
-def hurt(do: str) -> None:
-    tell("hurt")
+def inject_fault(do: str) -> None:
+    write_log("fault")
     kind, _, rest = do.partition(" ")
     if kind == "launcher":
         supervisor = os.getppid()
@@ -74,13 +74,13 @@ def hurt(do: str) -> None:
         os.kill(os.getpid(), signal.Signals[kind])
 
 
-def tell_sampled(engine, prompts, sampling) -> None:
+def log_sampled_prompts(engine, prompts, sampling) -> None:
     """Greedy answers are an evaluation's: of the same prompts each time, so the weights belong to what is drawn."""
     kind = f"evaluation of {engine.version}" if sampling.temperature == 0 else "rollout"
-    tell("sample", prompts=[f"{kind}: {one.number}" for one in prompts])
+    write_log("sample", prompts=[f"{kind}: {one.number}" for one in prompts])
 
 
-def around(where: str, before=lambda count, args: None, after=lambda count, args: None) -> None:
+def wrap_calls(where: str, before=lambda count, args: None, after=lambda count, args: None) -> None:
     """Calls `before` and `after` with each call of what is found there."""
     module_name, _, path = where.partition(":")
     owner = importlib.import_module(module_name)
@@ -101,22 +101,22 @@ def around(where: str, before=lambda count, args: None, after=lambda count, args
     setattr(owner, name, type(original)(wrapped) if isinstance(original, (classmethod, staticmethod)) else wrapped)
 
 
-def arm() -> None:
-    around("tests.scripted_engine:ScriptedEngine.generate", before=lambda _, args: tell_sampled(*args[:3]))
-    around("megatron_grpo.core.policy.policy:Policy.train_step", after=lambda _, args: tell("trained", step=args[0].version))
+def install_fault() -> None:
+    wrap_calls("tests.scripted_engine:ScriptedEngine.generate", before=lambda _, args: log_sampled_prompts(*args[:3]))
+    wrap_calls("megatron_grpo.core.policy.policy:Policy.train_step", after=lambda _, args: write_log("trained", step=args[0].version))
     if FAULT and FAULT["rank"] in (RANK, None):
-        around(FAULT["where"], before=lambda count, _: hurt(FAULT["do"]) if count == FAULT["call"] else None)
+        wrap_calls(FAULT["where"], before=lambda count, _: inject_fault(FAULT["do"]) if count == FAULT["call"] else None)
 
 
-def armed(argv, parts):
-    arm()
+def train_with_fault(argv, parts):
+    install_fault()
     return train(argv, parts)
 
 
 if "TORTURE_PLAIN" in os.environ:
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
 train = cli.train
-cli.train = armed
+cli.train = train_with_fault
 
 if __name__ == "__main__":
-    raise SystemExit(cli.main(engine=engine))
+    raise SystemExit(cli.main(engine=make_engine))

@@ -14,7 +14,7 @@ BEGIN, END = "<!-- torture -->", "<!-- /torture -->"
 
 
 @dataclass
-class Row:
+class FaultResult:
     """One fault. verdict: kept, BROKEN, or "not here". load: of the machine as the fault began (its 1-minute average)."""
 
     name: str
@@ -75,26 +75,26 @@ class Results:
             with self.path.open("a") as stream:
                 stream.write(json.dumps(record) + "\n")
 
-    def rows(self, names: Iterable[str]) -> list[Row]:
+    def get_rows(self, names: Iterable[str]) -> list[FaultResult]:
         """The newest of each fault, in this order."""
-        found = {line["name"]: Row(**{key: line[key] for key in line if key != "kind"}) for line in self._of("fault")}
+        found = {line["name"]: FaultResult(**{key: line[key] for key in line if key != "kind"}) for line in self._select("fault")}
         return [found[name] for name in names if name in found]
 
-    def kept(self) -> set[str]:
-        newest = {line["name"]: line["verdict"] for line in self._of("fault")}
+    def get_kept_names(self) -> set[str]:
+        newest = {line["name"]: line["verdict"] for line in self._select("fault")}
         return {name for name, verdict in newest.items() if verdict == "kept"}
 
-    def chains(self, seed: int) -> list[dict]:
-        return [line for line in self._of("chain") if line["seed"] == seed]
+    def get_chains(self, seed: int) -> list[dict]:
+        return [line for line in self._select("chain") if line["seed"] == seed]
 
-    def undisturbed(self) -> list[Undisturbed]:
-        return [Undisturbed(**{key: line[key] for key in line if key != "kind"}) for line in self._of("undisturbed")]
+    def get_undisturbed(self) -> list[Undisturbed]:
+        return [Undisturbed(**{key: line[key] for key in line if key != "kind"}) for line in self._select("undisturbed")]
 
-    def _of(self, kind: str) -> list[dict]:
+    def _select(self, kind: str) -> list[dict]:
         return [line for line in self.lines if line["kind"] == kind]
 
 
-def said(rows: Sequence[Row], chains: Sequence[dict]) -> list[str]:
+def summarize(rows: Sequence[FaultResult], chains: Sequence[dict]) -> list[str]:
     """A few sentences."""
     verdicts = {name: sum(row.verdict == name for row in rows) for name in ("kept", "BROKEN", "not here")}
     lines = [
@@ -123,39 +123,39 @@ def said(rows: Sequence[Row], chains: Sequence[dict]) -> list[str]:
 
 def publish(path: Path, results: Results, promises: Mapping[str, str], seed: int) -> None:
     """Replaces what stands between the two marks. promises: of each fault, as it is worded today, in the order of the table."""
-    rows, chains = [replace(row, promise=promises[row.name]) for row in results.rows(promises)], results.chains(seed)
+    rows, chains = [replace(row, promise=promises[row.name]) for row in results.get_rows(promises)], results.get_chains(seed)
     loads = [row.load for row in rows]
     days = sorted({row.day for row in rows})
     when = " to ".join(dict.fromkeys((days[0], days[-1])))
     load = f"load {min(loads):.0f} to {max(loads):.0f}, median {statistics.median(loads):.0f}"
     parts = [
-        f"Run on {when}, on {os.cpu_count()} cores shared with other work ({load}). {' '.join(said(rows, chains))}",
+        f"Run on {when}, on {os.cpu_count()} cores shared with other work ({load}). {' '.join(summarize(rows, chains))}",
         "",
-        *_starts(results),
+        *_format_starts(results),
         "",
-        *_families(rows),
+        *_format_families(rows),
         "",
-        *_kills(chains),
+        *_format_kills(chains),
         "",
-        *_faults(rows),
+        *_format_faults(rows),
         "",
     ]
     head, _, rest = path.read_text().partition(BEGIN)
     path.write_text("\n".join([f"{head}{BEGIN}", *parts]) + f"{END}{rest.partition(END)[2]}")
 
 
-def _starts(results: Results) -> list[str]:
+def _format_starts(results: Results) -> list[str]:
     """The measure that costs are read against."""
     lines = ["An undisturbed run, for comparison (median of those measured):", ""]
     for cold in (True, False):
-        mine = [one for one in results.undisturbed() if one.cold is cold]
+        mine = [one for one in results.get_undisturbed() if one.cold is cold]
         if mine:
             names = ("seconds", "cpu_seconds", "start", "cpu_start", "load")
             lines.append(f"* {Undisturbed(cold, *(statistics.median(getattr(one, name) for one in mine) for name in names))}")
     return lines
 
 
-def _families(rows: Sequence[Row]) -> list[str]:
+def _format_families(rows: Sequence[FaultResult]) -> list[str]:
     table = [
         "| family | kept | seconds until trained again: median (max) | CPU seconds of the ranks: median (max) |",
         "|---|---|---|---|",
@@ -164,11 +164,11 @@ def _families(rows: Sequence[Row]) -> list[str]:
         mine = [row for row in rows if row.family == family]
         wall, cpu = ([value for row in mine if (value := getattr(row, name)) is not None] for name in ("seconds", "cpu_seconds"))
         kept = sum(row.verdict == "kept" for row in mine)
-        table.append(f"| {family} | {kept} of {len(mine)} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} |")
+        table.append(f"| {family} | {kept} of {len(mine)} | {_format_median_and_max(wall)} | {_format_median_and_max(cpu)} |")
     return table
 
 
-def _kills(chains: Sequence[dict]) -> list[str]:
+def _format_kills(chains: Sequence[dict]) -> list[str]:
     kills = [kill for chain in chains for kill in chain["kills"]]
     if not kills:
         return []
@@ -186,15 +186,15 @@ def _kills(chains: Sequence[dict]) -> list[str]:
         wall, cpu = ([value for kill in mine if (value := kill[key]) is not None] for key in ("seconds", "cpu_seconds"))
         twice = [kill["sampled_twice"] for kill in mine] or [0]
         table.append(
-            f"| {name} | {len(mine)} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} | {statistics.mean(twice):.1f} ({max(twice)}) |"
+            f"| {name} | {len(mine)} | {_format_median_and_max(wall)} | {_format_median_and_max(cpu)} | {statistics.mean(twice):.1f} ({max(twice)}) |"
         )
     return table
 
 
-def _faults(rows: Sequence[Row]) -> list[str]:
+def _format_faults(rows: Sequence[FaultResult]) -> list[str]:
     """One line a family and promise, with its faults; what was not kept stands behind them."""
     table = ["| family | promise | kept | faults |", "|---|---|---|---|"]
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[FaultResult]] = {}
     for row in rows:
         groups.setdefault((row.family, row.promise), []).append(row)
     for (family, promise), mine in groups.items():
@@ -203,5 +203,5 @@ def _faults(rows: Sequence[Row]) -> list[str]:
     return table
 
 
-def _middle_and_most(values: Sequence[float]) -> str:
+def _format_median_and_max(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({max(values):.1f})" if values else "-"

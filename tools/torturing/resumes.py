@@ -8,29 +8,29 @@ from collections.abc import Callable, Iterator
 
 from tests.end_to_end.runs import write_inputs
 from tools.torturing.promises import UNMOVED
-from tools.torturing.target import Broken, Fault, Victim
+from tools.torturing.target import BrokenPromiseError, Fault, Target
 
 
-def resumed_with(*flags: str, code: int, says: str = "", same: bool = False) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        victim.half_done()
-        before = victim.fingerprint()
-        victim.run(*flags).must(code if code == 0 else None, *([says] if says else []), *([r"exitcode +: 2"] if code == 2 else []))
+def resume_with(*flags: str, code: int, says: str = "", same: bool = False) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        target.copy_half_done()
+        before = target.compute_fingerprint()
+        target.run(*flags).require(code if code == 0 else None, *([says] if says else []), *([r"exitcode +: 2"] if code == 2 else []))
         if code == 2:
-            if victim.fingerprint() != before:  # the same bytes go on as they did for every other fault
-                raise Broken("refused, and output_dir changed")
+            if target.compute_fingerprint() != before:  # the same bytes go on as they did for every other fault
+                raise BrokenPromiseError("refused, and output_dir changed")
         elif same:
-            victim.is_whole()
+            target.check_results()
 
-    return hurt
+    return inject
 
 
-def rewritten(what: str, code: int | None, says: str) -> Callable[[Victim], None]:
+def change_input(what: str, code: int | None, says: str) -> Callable[[Target], None]:
     """Between two runs somebody changes an input."""
 
-    def hurt(victim: Victim) -> None:
-        victim.half_done()
-        data, reward = victim.folder / "data.jsonl", victim.folder / "reward.py"
+    def inject(target: Target) -> None:
+        target.copy_half_done()
+        data, reward = target.folder / "data.jsonl", target.folder / "reward.py"
         if what == "a row more":
             data.write_text(data.read_text() + json.dumps({"prompt": "5 6", "answer": "x"}) + "\n")
         elif what == "another order":
@@ -38,21 +38,21 @@ def rewritten(what: str, code: int | None, says: str) -> Callable[[Victim], None
         elif what == "data gone":
             data.unlink()
         elif what == "another model":
-            shutil.rmtree(victim.folder / "model")
-            write_inputs(victim.folder / "other", rows=10, seed=1)
-            shutil.copytree(victim.folder / "other" / "model", victim.folder / "model")
+            shutil.rmtree(target.folder / "model")
+            write_inputs(target.folder / "other", rows=10, seed=1)
+            shutil.copytree(target.folder / "other" / "model", target.folder / "model")
         elif what == "another reward":
             reward.write_text(reward.read_text().replace("== 0", "== 1"))
         elif what == "a comment in the reward":
             reward.write_text(reward.read_text() + "\n# nothing\n")
         elif what == "reward gone":
             reward.unlink()
-        victim.run().must(code, says)
+        target.run().require(code, says)
 
-    return hurt
+    return inject
 
 
-def resumes() -> Iterator[Fault]:
+def list_resumes() -> Iterator[Fault]:
     tp, pp = ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]
     for name, flags, code, says, same in [
         ("lr 5e-4", ["--lr", "5e-4"], 0, "lr  0.001 -> 0.0005", False), ("tensor parallel", tp, 0, "", False),
@@ -67,8 +67,8 @@ def resumes() -> Iterator[Fault]:
         ("saves at each step", ["--save_steps", "1"], 0, "", True),
     ]:  # fmt: skip
         promise = "refused; no file changes" if code == 2 else UNMOVED if same else "resumes and logs what changed"
-        yield Fault(f"resume/{name}", promise, resumed_with(*flags, code=code, says=says, same=same))
+        yield Fault(f"resume/{name}", promise, resume_with(*flags, code=code, says=says, same=same))
     for what, code, says in [("a row more", None, "data"), ("another order", None, "data"), ("data gone", None, "data.jsonl"),
                              ("another model", None, "model"), ("another reward", 0, "reward"), ("a comment in the reward", 0, "reward"),
                              ("reward gone", None, "reward.py")]:  # fmt: skip
-        yield Fault(f"resume/{what}", "refused, or resumes and logs it", rewritten(what, code, says))
+        yield Fault(f"resume/{what}", "refused, or resumes and logs it", change_input(what, code, says))

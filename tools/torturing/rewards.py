@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from tests.end_to_end.runs import REWARD
 from tools.torturing.promises import SENTENCE, UNMOVED
-from tools.torturing.target import Fault, Victim
+from tools.torturing.target import Fault, Target
 
 THIRD_CALL = """
 import os, sys, time, signal, random, threading, subprocess
@@ -53,31 +53,31 @@ HARMLESS = {
 }
 
 
-def write_reward(victim: Victim, body: str) -> None:
-    (victim.folder / "reward.py").write_text(THIRD_CALL.replace("{body}", body))
+def write_reward(target: Target, body: str) -> None:
+    (target.folder / "reward.py").write_text(THIRD_CALL.replace("{body}", body))
 
 
-def reward_fails(body: str, says: str | None) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        write_reward(victim, body)
-        victim.run().must(None, *([says] if says else []))
-        (victim.folder / "reward.py").write_text(REWARD)
-        victim.continues()
+def make_failing_reward(body: str, says: str | None) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        write_reward(target, body)
+        target.run().require(None, *([says] if says else []))
+        (target.folder / "reward.py").write_text(REWARD)
+        target.resume()
 
-    return hurt
-
-
-def reward_is_rude(body: str) -> Callable[[Victim], None]:
-    def hurt(victim: Victim) -> None:
-        write_reward(victim, body)
-        victim.run().must(0)
-        victim.is_whole()
-
-    return hurt
+    return inject
 
 
-def of_rewards() -> Iterator[Fault]:
+def make_harmless_reward(body: str) -> Callable[[Target], None]:
+    def inject(target: Target) -> None:
+        write_reward(target, body)
+        target.run().require(0)
+        target.check_results()
+
+    return inject
+
+
+def list_reward_faults() -> Iterator[Fault]:
     for name, (body, says) in REWARDS.items():
-        yield Fault(f"reward/{name}", SENTENCE, reward_fails(body, says))
+        yield Fault(f"reward/{name}", SENTENCE, make_failing_reward(body, says))
     for name, body in HARMLESS.items():
-        yield Fault(f"reward/{name}", UNMOVED, reward_is_rude(body))
+        yield Fault(f"reward/{name}", UNMOVED, make_harmless_reward(body))

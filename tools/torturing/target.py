@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.end_to_end.runs import records, write_inputs
 from tools.torturing import warm
-from tools.torturing.warm import SURROUNDINGS, Forked
+from tools.torturing.warm import ENVIRONMENT, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10
@@ -29,17 +29,17 @@ FLAGS = ["--allow_unaligned_generation", "true", "--generation_batch_size", "24"
          "--verify_weight_sync", "false", "--max_steps", str(STEPS), "--lr_decay_style", "linear", "--beta", "0.02", "--save_steps", "3",
          "--eval_steps", "4", "--log_completions_steps", "2"]  # fmt: skip
 RECORDS = ("metrics.jsonl", "evaluations.jsonl")
-UNLIKE = re.compile(r"^(time|memory)/|^(timestamp|tokens_per_second|num_gpus)")  # what two equal runs need not share
+VARYING = re.compile(r"^(time|memory)/|^(timestamp|tokens_per_second|num_gpus)")  # what two equal runs need not share
 
 
 Running = subprocess.Popen[Any] | Forked
 
 
-class Broken(Exception):
+class BrokenPromiseError(Exception):
     """A promise was not kept."""
 
 
-class NotHere(Exception):
+class UnsupportedFaultError(Exception):
     """This machine cannot be hurt in this way."""
 
 
@@ -47,31 +47,31 @@ class NotHere(Exception):
 class Fault:
     name: str
     promise: str
-    hurt: Callable[[Victim], None]
+    inject: Callable[[Target], None]
 
 
 @dataclass
-class Ended:
+class EndedRun:
     code: int
-    said: str
+    output: str
 
-    def must(self, code: int | None, *patterns: str) -> Ended:
+    def require(self, code: int | None, *patterns: str) -> EndedRun:
         """code None: any but 0."""
         if (self.code == 0) if code is None else (self.code != code):
-            raise Broken(f"exit code {self.code}, not {'one that is not 0' if code is None else code}: {self.ours}")
+            raise BrokenPromiseError(f"exit code {self.code}, not {'one that is not 0' if code is None else code}: {self.last_output}")
         for pattern in patterns:
-            if not re.search(pattern, self.said):
-                raise Broken(f"nothing is said like {pattern!r}: {self.ours}")
+            if not re.search(pattern, self.output):
+                raise BrokenPromiseError(f"nothing is said like {pattern!r}: {self.last_output}")
         return self
 
     @property
-    def ours(self) -> str:
+    def last_output(self) -> str:
         """The end of what the program said, without torchrun's report."""
-        return self.said.partition("elastic/multiprocessing")[0][-1500:]
+        return self.output.partition("elastic/multiprocessing")[0][-1500:]
 
 
 @dataclass
-class Bench:
+class SharedSetup:
     """What all runs of one call of the tool share.
 
     reference: the folder of the run that nobody disturbed. half_done: makes, once, a run that was stopped after step 7, with checkpoints
@@ -85,22 +85,22 @@ class Bench:
     half_done: Callable[[], Path] | None = None
     others: dict[str, Path] = field(default_factory=dict)
 
-    def reference_of(self, name: str, run: Callable[[Victim], None]) -> Path:
+    def get_reference(self, name: str, run: Callable[[Target], None]) -> Path:
         """The folder of a run that nobody disturbed and that is not like the first one; made at the first call, beside it."""
         if name not in self.others:
             assert self.reference is not None
-            victim = Victim(self.reference.with_name(name), self)
-            run(victim)
-            self.others[name] = victim.folder
+            target = Target(self.reference.with_name(name), self)
+            run(target)
+            self.others[name] = target.folder
         return self.others[name]
 
 
-class Victim:
+class Target:
     """One output_dir, and the runs in it."""
 
-    def __init__(self, folder: Path, bench: Bench):
+    def __init__(self, folder: Path, setup: SharedSetup):
         self.folder, self.out, self.log = folder, folder / "out", folder / "log"
-        self.bench, self.rng = bench, random.Random(bench.seed)
+        self.setup, self.rng = setup, random.Random(setup.seed)
         self.log.mkdir(parents=True)
         self.inputs = write_inputs(folder, rows=10)
         self._eval = ["--eval_dataset", str(folder / "data.jsonl"), "--eval_num_prompts", "4"]
@@ -119,55 +119,55 @@ class Victim:
         words = ["--standalone", "--nproc_per_node", "2", str(ROOT / "tools/torturing/rank.py"), "train"]
         words += [*self.inputs, *self._eval, *FLAGS, "--output_dir", str(self.out), *flags]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORTURE_LOG": str(self.log), "TORTURE_ATTEMPT": str(self.attempt),
-                       **SURROUNDINGS, **(env or {})}  # fmt: skip
+                       **ENVIRONMENT, **(env or {})}  # fmt: skip
         if inject:
             environment["TORTURE"] = json.dumps({"call": 1, "rank": 0, **inject})
-        self.said = self.folder / f"said_{self.attempt}"
-        if self.bench.warm and not (cold or env or before):
-            return warm.torchrun(words, env=environment | {"TORTURE_PLAIN": "1"}, output=self.said)
+        self.output_file = self.folder / f"output_{self.attempt}"
+        if self.setup.warm and not (cold or env or before):
+            return warm.start_torchrun(words, env=environment | {"TORTURE_PLAIN": "1"}, output=self.output_file)
         command = [sys.executable, "-m", "torch.distributed.run", *words]
         if before:
             command = ["bash", "-c", f'{before} && exec "$0" "$@"', *command]
-        with self.said.open("w") as said:
-            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, text=True,
+        with self.output_file.open("w") as stream:
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, text=True,
                                     start_new_session=True)  # fmt: skip
 
-    def end(self, process: Running) -> Ended:
+    def end(self, process: Running) -> EndedRun:
         try:
-            code = process.wait(self.bench.patience)
+            code = process.wait(self.setup.patience)
         except subprocess.TimeoutExpired:
             self.kill(process)
-            raise Broken(f"still runs after {self.bench.patience:.0f} s: {self.said.read_text()[-1500:]}") from None
-        left = self.left(process)
+            raise BrokenPromiseError(f"still runs after {self.setup.patience:.0f} s: {self.output_file.read_text()[-1500:]}") from None
+        left = self.find_processes(process)
         if left:
             self.kill(process)
-            raise Broken(f"processes are left: {left}")
+            raise BrokenPromiseError(f"processes are left: {left}")
         if code and self.failed_at is None:
             self.failed_at = time.time()
-        return Ended(code, self.said.read_text(errors="replace"))
+        return EndedRun(code, self.output_file.read_text(errors="replace"))
 
-    def run(self, *flags: str, **how) -> Ended:
+    def run(self, *flags: str, **how) -> EndedRun:
         return self.end(self.begin(*flags, **how))
 
     def kill(self, process: Running) -> None:
         """The launcher and all that it started; the kernel does not ask."""
-        for pid in [process.pid, *self.left(process)]:
+        for pid in [process.pid, *self.find_processes(process)]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
         process.wait()
 
-    def left(self, process: Running) -> list[int]:
+    def find_processes(self, process: Running) -> list[int]:
         """Processes of the run that are alive, its launcher not; after that has ended they have some seconds."""
-        until = time.monotonic() + (self.bench.patience / 8 if process.poll() is not None else 0)
+        until = time.monotonic() + (self.setup.patience / 8 if process.poll() is not None else 0)
         while True:
-            found = [pid for pid in self._alive() if pid not in (process.pid, os.getpid())]
+            found = [pid for pid in self._find_all_processes() if pid not in (process.pid, os.getpid())]
             if not found or time.monotonic() >= until:
                 return found
             time.sleep(0.1)
 
-    def _alive(self) -> list[int]:
+    def _find_all_processes(self) -> list[int]:
         """They have a file of this folder open (a fork has its parent's command line), or name it in their command line."""
         found = []
         for entry in sorted((path for path in Path("/proc").iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
@@ -180,64 +180,64 @@ class Victim:
     def _is_ours(self, file: str) -> bool:
         return file.startswith(f"{self.folder}/")
 
-    def until(self, process: Running, holds: Callable[[], object]) -> None:
+    def wait_for(self, process: Running, holds: Callable[[], object]) -> None:
         """Waits for a moment of a run."""
-        end = time.monotonic() + self.bench.patience
+        end = time.monotonic() + self.setup.patience
         while not holds():
             if process.poll() is not None or time.monotonic() > end:
                 self.kill(process)
-                raise Broken(f"the run ended, or hung, before the moment of the fault: {self.said.read_text()[-1500:]}")
+                raise BrokenPromiseError(f"the run ended, or hung, before the moment of the fault: {self.output_file.read_text()[-1500:]}")
             time.sleep(0.02)
 
-    def half_done(self) -> None:
+    def copy_half_done(self) -> None:
         """As a run leaves it that was stopped after step 7, with checkpoints of steps 6 and 7."""
-        assert self.bench.half_done is not None
-        shutil.copytree(self.bench.half_done() / "out", self.out)
+        assert self.setup.half_done is not None
+        shutil.copytree(self.setup.half_done() / "out", self.out)
 
     # -- promises
 
-    def continues(self, *flags: str, says: Sequence[str] = (), **how) -> None:
+    def resume(self, *flags: str, says: Sequence[str] = (), **how) -> None:
         """The same command again ends well, and the run is the one that nobody disturbed."""
-        self.run(*flags, **how).must(0, *says)
-        self.is_whole()
+        self.run(*flags, **how).require(0, *says)
+        self.check_results()
 
-    def is_whole(self) -> None:
-        assert self.bench.reference is not None
-        theirs = self.bench.reference / "out"
+    def check_results(self) -> None:
+        assert self.setup.reference is not None
+        theirs = self.setup.reference / "out"
         for name in RECORDS:
-            mine, right = numbers(self.out / name), numbers(theirs / name)
+            mine, right = read_numbers(self.out / name), read_numbers(theirs / name)
             if mine != right:
-                raise Broken(f"{name} is not that of the undisturbed run: {difference(mine, right)}")
-        if weights(self.out) != weights(theirs):
-            raise Broken("the exported weights are not those of the undisturbed run")
+                raise BrokenPromiseError(f"{name} is not that of the undisturbed run: {describe_difference(mine, right)}")
+        if hash_weights(self.out) != hash_weights(theirs):
+            raise BrokenPromiseError("the exported weights are not those of the undisturbed run")
 
-    def is_whole_so_far(self) -> None:
+    def check_partial_results(self) -> None:
         """What a run that was killed has written is the beginning of what the undisturbed one wrote; its last line may be half a line."""
-        assert self.bench.reference is not None
+        assert self.setup.reference is not None
         for name in RECORDS:
-            mine, right = numbers(self.out / name, cut=True), numbers(self.bench.reference / "out" / name)
+            mine, right = read_numbers(self.out / name, cut=True), read_numbers(self.setup.reference / "out" / name)
             if mine != right[: len(mine)]:
-                raise Broken(f"{name} departs from the undisturbed run: {difference(mine, right[: len(mine)])}")
+                raise BrokenPromiseError(f"{name} departs from the undisturbed run: {describe_difference(mine, right[: len(mine)])}")
 
-    def checkpoints(self) -> list[int]:
+    def list_checkpoints(self) -> list[int]:
         return sorted(int(path.name.removeprefix("iter_")) for path in (self.out / "checkpoints").glob("iter_*"))
 
-    def fingerprint(self) -> dict[str, str]:
+    def compute_fingerprint(self) -> dict[str, str]:
         """Of every file in output_dir."""
         files = sorted(path for path in self.out.rglob("*") if path.is_file())
         return {str(path.relative_to(self.out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     # -- what it cost
 
-    def lines(self) -> list[dict]:
-        found = [line for path in self.log.glob("rank_*.jsonl") for line in whole_lines(path)]
+    def read_log(self) -> list[dict]:
+        found = [line for path in self.log.glob("rank_*.jsonl") for line in read_whole_lines(path)]
         return sorted(found, key=lambda line: line["time"])
 
-    def cost(self, struck: float | None) -> Cost:
-        lines = self.lines()
+    def compute_cost(self, struck: float | None) -> Cost:
+        lines = self.read_log()
         trained = [line for line in lines if line["what"] == "trained" and line["rank"] == 0]
         steps = [line["step"] for line in trained]
-        cost = Cost(sampled_twice=self.sampled_again(lines), trained_twice=len(steps) - len(set(steps)))
+        cost = Cost(sampled_twice=self.count_resampled_prompts(lines), trained_twice=len(steps) - len(set(steps)))
         if struck is not None:
             before = [line for line in lines if line["time"] <= struck]
             last = max((line["step"] for line in before if line["what"] == "trained"), default=0)
@@ -246,10 +246,10 @@ class Victim:
             again = next((line for line in goes_on if line["time"] > struck and line["step"] > last), None)
             if again is not None:
                 cost.seconds = again["time"] - struck
-                cost.cpu_seconds = cpu_until(lines, again)
+                cost.cpu_seconds = sum_cpu_seconds(lines, again)
         return cost
 
-    def sampled_again(self, lines: Sequence[dict], attempts: Sequence[int] | None = None) -> int:
+    def count_resampled_prompts(self, lines: Sequence[dict], attempts: Sequence[int] | None = None) -> int:
         """Prompts whose answers were drawn in an earlier attempt too. attempts: that are counted; else all."""
         drawn: set[str] = set()
         twice = 0
@@ -260,9 +260,9 @@ class Victim:
             drawn |= prompts
         return twice
 
-    def struck(self) -> float | None:
+    def find_fault_time(self) -> float | None:
         """When: as the rank says that was hurt, else when the first run ended that failed."""
-        return next((line["time"] for line in self.lines() if line["what"] == "hurt"), self.failed_at)
+        return next((line["time"] for line in self.read_log() if line["what"] == "fault"), self.failed_at)
 
 
 @dataclass
@@ -276,30 +276,30 @@ class Cost:
     trained_twice: int = 0
 
 
-def cpu_until(lines: Sequence[dict], line: dict) -> float:
+def sum_cpu_seconds(lines: Sequence[dict], line: dict) -> float:
     """CPU seconds that the ranks of an attempt had used when one of them wrote this line."""
     mine = [one for one in lines if one["attempt"] == line["attempt"] and one["time"] <= line["time"]]
     return sum(max(one["cpu"] for one in mine if one["rank"] == rank) for rank in {one["rank"] for one in mine})
 
 
-def whole_lines(path: Path) -> list[dict]:
+def read_whole_lines(path: Path) -> list[dict]:
     """Those that end: whoever wrote the last one may have been killed meanwhile, or is still writing."""
     text = path.read_text(errors="replace")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def numbers(path: Path, *, cut: bool = False) -> list[dict]:
+def read_numbers(path: Path, *, cut: bool = False) -> list[dict]:
     """cut: the last line may be half a line."""
-    lines = [] if not path.exists() else whole_lines(path) if cut else records(path)
-    return [{name: value for name, value in line.items() if not UNLIKE.match(name)} for line in lines]
+    lines = [] if not path.exists() else read_whole_lines(path) if cut else records(path)
+    return [{name: value for name, value in line.items() if not VARYING.match(name)} for line in lines]
 
 
-def weights(out: Path) -> str:
+def hash_weights(out: Path) -> str:
     files = sorted((out / "hf").glob("*.safetensors"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else "none"
 
 
-def difference(mine: list[dict], right: list[dict]) -> str:
+def describe_difference(mine: list[dict], right: list[dict]) -> str:
     if len(mine) != len(right):
         return f"{len(mine)} lines, not {len(right)}"
     line = next(i for i, (one, other) in enumerate(zip(mine, right, strict=True)) if one != other)

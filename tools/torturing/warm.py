@@ -3,7 +3,7 @@
 Of the CPU seconds of a run of ten steps nine in ten are imports and plots. A fork of a process that has imported torch, Megatron-Core and
 torch.distributed.run is the same launcher and are the same ranks: processes with parents, sessions, signals and files of their own, and
 torchrun's own code starts, watches and ends them. What differs: nothing can strike while they import, they share one hash seed, and they
-draw no plots. So some runs start cold (`Victim.begin`, cold=True), among them the run that all others are held against.
+draw no plots. So some runs start cold (`Target.begin`, cold=True), among them the run that all others are held against.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MODULES = (
     "megatron_grpo.run.failures", "megatron_grpo.run.metrics.metrics_logger",
     "rich.console", "rich.table",
 )  # fmt: skip
-SURROUNDINGS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def warm_up() -> None:
     """Imports all of it. Raises RuntimeError if that started a thread: a fork would lack it, and find its locks taken."""
-    os.environ.update(SURROUNDINGS)  # before torch is imported
+    os.environ.update(ENVIRONMENT)  # before torch is imported
     for name in MODULES:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
@@ -55,7 +55,7 @@ class Forked:
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            os._exit(_child(function, env, output))
+            os._exit(_run_child(function, env, output))
 
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
@@ -84,12 +84,12 @@ class Forked:
         return self.returncode
 
 
-def torchrun(arguments: Sequence[str], *, env: Mapping[str, str], output: Path) -> Forked:
+def start_torchrun(arguments: Sequence[str], *, env: Mapping[str, str], output: Path) -> Forked:
     """`torchrun ARGUMENTS`, whose workers run a Python file; they are forks of the fork."""
     return Forked(lambda: _launch(arguments), env=env, output=output)
 
 
-def _child(function: Callable[[], object], env: Mapping[str, str], output: Path | None) -> int:
+def _run_child(function: Callable[[], object], env: Mapping[str, str], output: Path | None) -> int:
     """Returns the exit code."""
     try:
         os.setsid()
@@ -99,14 +99,14 @@ def _child(function: Callable[[], object], env: Mapping[str, str], output: Path 
         os.dup2(nothing, 0)
         os.close(nothing)
         if output is not None:
-            said = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for number in (1, 2):
-                os.dup2(said, number)
-            os.close(said)
+                os.dup2(descriptor, number)
+            os.close(descriptor)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        _own_chance()
+        _seed_generators()
         function()
         code: object = 0
     except SystemExit as end:
@@ -122,7 +122,7 @@ def _child(function: Callable[[], object], env: Mapping[str, str], output: Path 
     return code if isinstance(code, int) else 0 if code is None else 1
 
 
-def _own_chance() -> None:
+def _seed_generators() -> None:
     """A new interpreter's generators are its own; torch's begins everywhere with the same seed."""
     import numpy
 
@@ -134,12 +134,12 @@ def _launch(arguments: Sequence[str]) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-    SubprocessHandler._popen = lambda self, args, env: Forked(lambda: _rank(args), env=env)
+    SubprocessHandler._popen = lambda self, args, env: Forked(lambda: _run_rank(args), env=env)
     sys.argv = ["torchrun", *arguments]
     run.main(list(arguments))
 
 
-def _rank(command: Sequence[str]) -> None:
+def _run_rank(command: Sequence[str]) -> None:
     """command: [python, -u, script, words ...], as torchrun makes it."""
     words = [word for word in command[1:] if word != "-u"]
     sys.argv = words
