@@ -26,9 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
-from tests.distributed.test_rollout_servers import ENV, PROMPTS_OF_FAULTS, ask_rounds  # noqa: E402
+from tests.distributed.test_rollout_servers import PROMPTS_OF_FAULTS, ask_rounds  # noqa: E402
 from tests.ranks import RanksFailed, run_ranks  # noqa: E402
-from tests.servers import Server  # noqa: E402
+from tests.servers import ASKS, Server  # noqa: E402
 from tests.tiny_models import write_tiny  # noqa: E402
 
 LONGEST_STANDSTILL = 40.0  # seconds
@@ -96,7 +96,7 @@ class Trainer:
     def _run(self) -> None:
         while not self.stop_file.exists() and self.failure is None:
             try:
-                run_ranks(ask_rounds, 2, self.models, f"@{self.names}", self.folder / "run", self.folder, env=ENV, timeout=36000.0)
+                run_ranks(ask_rounds, 2, self.models, f"@{self.names}", self.folder / "run", self.folder, env=ASKS, timeout=36000.0)
             except RanksFailed as failed:
                 if not self._is_killed:
                     self.failure = str(failed)
