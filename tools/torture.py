@@ -1,20 +1,21 @@
-"""Hurts real runs in more than a hundred named ways, and holds each to its promise.
+"""Inject faults into real runs, resume them, and compare the results with those of an undisturbed run.
 
-    python tools/torture.py                           # every fault, then 40 random kills: about half an hour on two quiet cores
-    python tools/torture.py --only 'kill/*' damage/   # some: names, beginnings of names, or patterns
-    python tools/torture.py --short                   # CI's share
-    python tools/torture.py --kills 200 --only none   # random kills alone
-    python tools/torture.py --results r.jsonl         # what is kept there already is not run again
+    python tools/torture.py                           # all faults, then 40 random kills: about half an hour on two idle cores
+    python tools/torture.py --only 'kill/*' damage/   # selected faults, by name, prefix or pattern
+    python tools/torture.py --short                   # the faults that CI runs
+    python tools/torture.py --kills 200 --only none   # random kills only
+    python tools/torture.py --results r.jsonl         # append results to a file; faults that passed in it are not run again
     python tools/torture.py --results r.jsonl --only none --kills 0 --table docs/reliability.md
 
-Each run is torchrun with two ranks, the whole program, Megatron-Core and gloo; only vLLM's answers come from a table. torchrun and ranks
-are forks of this process, which has imported everything (`torturing.warm`); the undisturbed run, a tenth of those that are killed at
-random, and those whose fault is older than the interpreter start as from a shell, and with --cold all do.
+Each run is the complete program under torchrun: two ranks, Megatron-Core and gloo. Only the sampler is replaced; completions come from a
+table. By default, torchrun and its ranks are forks of this process, which has imported all modules (`torturing.warm`). The undisturbed run,
+a tenth of the randomly killed runs, and runs whose fault must be in place before the interpreter starts are started by a shell. `--cold`
+starts all runs by a shell.
 
-One run that nobody disturbs is the measure: a run that was hurt, and then given the same command again, must have its metrics,
-evaluations and exported weights, bit for bit. What each fault cost: seconds until the step in which it struck was trained again (by the
-clock, which other work on the machine moves, and of CPU, which it moves less), prompts that were sampled a second time, and optimizer steps
-that were trained a second time. Ends with 1 if a promise was broken.
+A run that was interrupted is started again with the same command. Its metrics, evaluations and exported weights must then equal those of
+the undisturbed run bit for bit. The tool also reports what each fault cost: wall-clock and CPU seconds until the interrupted step was
+trained again, prompts sampled twice, and optimizer steps trained twice. The exit code is 1 if any result differs from what the fault's
+promise states.
 """
 
 from __future__ import annotations
@@ -39,11 +40,19 @@ from tools.torturing.faults import FAULTS, SHORT
 from tools.torturing.kills import Killer
 from tools.torturing.moments import TRAIN_STEP
 from tools.torturing.results import FaultResult, Results, Undisturbed, publish, summarize
-from tools.torturing.target import BrokenPromiseError, Fault, Target, SharedSetup, UnsupportedFaultError, sum_cpu_seconds
+from tools.torturing.target import BrokenPromiseError, Fault, SharedSetup, Target, UnsupportedFaultError, sum_cpu_seconds
 
 
 class TortureTest:
-    """What the runs of one call share. cold: nothing is forked. is_short: the undisturbed run is a fork too."""
+    """State that the runs of one call share: the setup, the undisturbed run and the results.
+
+    Args:
+        folder: Folder of all runs.
+        seed: Seed of the random kills.
+        results: Results of this and earlier calls.
+        cold: Whether all runs are started by a shell instead of forked.
+        is_short: Whether the undisturbed run is a fork too.
+    """
 
     def __init__(self, folder: Path, seed: int, results: Results, *, cold: bool = False, is_short: bool = False):
         self.folder, self.results = folder, results
@@ -78,6 +87,7 @@ class TortureTest:
         return target.folder
 
     def run_fault(self, fault: Fault) -> FaultResult:
+        """Run one fault and return its result; the run's folder is kept if the promise was broken."""
         row, began = FaultResult(fault.name, fault.promise), time.time()
         folder = self.folder / re.sub(r"\W+", "_", fault.name)
         target = Target(folder, self.setup)
@@ -96,7 +106,7 @@ class TortureTest:
         return row
 
     def run_random_kills(self, count: int) -> None:
-        """Until so many are among the results."""
+        """Run chains of random kills until the results contain `count` kills."""
         killer = Killer(self.folder, self.setup, self._get_median_seconds)
         while True:
             chains = self.results.get_chains(self.setup.seed)
@@ -108,7 +118,7 @@ class TortureTest:
             wrong = sum(one["verdict"] != "kept" for one in self.results.get_chains(self.setup.seed))
             print(
                 f"[torture] {done + len(chain.kills)} of {count} random kills; chain {chain.number}: {len(chain.kills)} kills, "
-                f"{chain.launches} launches, {chain.verdict} {chain.why[-1500:]}; {wrong} wrong in all",
+                f"{chain.launches} launches, {chain.verdict} {chain.why[-1500:]}; {wrong} wrong in total",
                 flush=True,
             )
 
@@ -117,19 +127,21 @@ class TortureTest:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], help="names, beginnings of names, patterns; none: random kills alone")
-    parser.add_argument("--short", action="store_true", help="those that CI runs")
-    parser.add_argument("--kills", type=int, help="random kills after the table (default: 40; with --only or --short: none)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cold", action="store_true", help="start every run as from a shell: four times as long")
-    parser.add_argument("--list", action="store_true", help="names and promises, and no runs")
-    parser.add_argument("--results", type=Path, help="a .jsonl file that results are added to; what it holds as kept is not run again")
-    parser.add_argument("--table", type=Path, help="a Markdown file whose table is replaced by that of all results")
+    parser.add_argument("--only", nargs="*", default=[], help="names, prefixes or patterns of faults; none: random kills only")
+    parser.add_argument("--short", action="store_true", help="run the faults that CI runs")
+    parser.add_argument("--kills", type=int, help="number of random kills after the faults (default: 40; with --only or --short: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random kills")
+    parser.add_argument("--cold", action="store_true", help="start every run by a shell instead of a fork; takes four times as long")
+    parser.add_argument("--list", action="store_true", help="print the names and promises of the faults and exit")
+    parser.add_argument("--results", type=Path, help="a .jsonl file to append results to; faults that passed in it are not run again")
+    parser.add_argument("--table", type=Path, help="a Markdown file whose tables are replaced by those of all results")
     return parser.parse_args()
 
 
 def select_faults(asked: argparse.Namespace) -> list[Fault]:
+    """Return the faults that `--short` or `--only` select."""
     if asked.short:
         return [fault for fault in FAULTS if fault.name in SHORT]
     return [
@@ -140,6 +152,7 @@ def select_faults(asked: argparse.Namespace) -> list[Fault]:
 
 
 def main() -> int:
+    """Run the selected faults and kills, print the results and return the exit code."""
     asked = parse_arguments()
     chosen = select_faults(asked)
     if asked.only and not chosen and asked.only != ["none"]:
@@ -174,4 +187,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a library tells pages about its own leaks at a regular exit
+    os._exit(code)  # a library prints pages of leak reports at a regular exit

@@ -1,1 +1,1 @@
-"""The parts of tools/torture.py: what is done to a run, how it is done, and what a rank of such a run is."""
+"""Faults, runs and results of tools/torture.py."""

@@ -1,4 +1,4 @@
-"""Files that a run finds other than it left them."""
+"""Faults that damage the files of an interrupted run before it is resumed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from tools.torturing.target import STEPS, BrokenPromiseError, Fault, Target
 
 
 def flip_bit(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def cut_in_half(path: Path) -> None:
+    """Truncate a file to half its size."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def make_empty(path: Path) -> None:
+    """Truncate a file to 0 bytes."""
     path.write_bytes(b"")
 
 
 def delete(path: Path) -> None:
+    """Delete a file."""
     path.unlink()
 
 
@@ -35,14 +39,23 @@ DAMAGES = {"a bit flipped": flip_bit, "cut": cut_in_half, "empty": make_empty, "
 
 
 def get_newest_checkpoint(target: Target) -> Path:
+    """Return the newest checkpoint of the half-finished run."""
     return target.out / "checkpoints" / "iter_0000007"
 
 
 def find_largest_file(directory: Path, pattern: str) -> Path:
+    """Return the largest file of a directory that matches a pattern."""
     return max(directory.glob(pattern), key=lambda path: path.stat().st_size)
 
 
 def damage_checkpoint(pattern: str, harm: Callable[[Path], None]) -> Callable[[Target], None]:
+    """Return a fault that damages a file of the newest checkpoint; the run must resume from the previous one.
+
+    Args:
+        pattern: Glob pattern of the file; the largest match is damaged.
+        harm: Function that damages it.
+    """
+
     def inject(target: Target) -> None:
         target.copy_half_done()
         harm(find_largest_file(get_newest_checkpoint(target), pattern))
@@ -52,6 +65,7 @@ def damage_checkpoint(pattern: str, harm: Callable[[Path], None]) -> Callable[[T
 
 
 def damage_all_checkpoints(target: Target) -> None:
+    """Damage all checkpoints; the run must refuse to resume and keep their files."""
     target.copy_half_done()
     for directory in (target.out / "checkpoints").glob("iter_*"):
         flip_bit(find_largest_file(directory, "*.distcp"))
@@ -61,7 +75,7 @@ def damage_all_checkpoints(target: Target) -> None:
 
 
 def damage_record(name: str, harm: Callable[[Path], None]) -> Callable[[Target], None]:
-    """What is lost of the records is gone; the run itself goes on."""
+    """Return a fault that damages a file of records or settings; the run must end normally, or with an error that names the file."""
 
     def inject(target: Target) -> None:
         target.copy_half_done()
@@ -80,6 +94,8 @@ def damage_record(name: str, harm: Callable[[Path], None]) -> Callable[[Target],
 
 
 def change_pointer(text: str | None) -> Callable[[Target], None]:
+    """Return a fault that writes `text` into the pointer to the newest checkpoint; None deletes the pointer."""
+
     def inject(target: Target) -> None:
         target.copy_half_done()
         path = target.out / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -95,6 +111,7 @@ def change_pointer(text: str | None) -> Callable[[Target], None]:
 
 
 def add_leftovers(target: Target) -> None:
+    """Add directories as interrupted saves leave them; the run must ignore them."""
     target.copy_half_done()
     for name in ("iter_0000009", ".iter_0000008.new", "iter_0000008.tmp"):
         (target.out / "checkpoints" / name).mkdir()
@@ -103,18 +120,21 @@ def add_leftovers(target: Target) -> None:
 
 
 def add_lock(target: Target) -> None:
+    """Add the lock file of a process that no longer exists; the run must take it over."""
     target.copy_half_done()
     (target.out / "run.lock").write_text(json.dumps({"pid": 999999, "host": socket.gethostname()}))
     target.resume()
 
 
 def move_output_dir(target: Target) -> None:
+    """Move output_dir; the run must resume at the new path."""
     target.copy_half_done()
     target.out = target.out.rename(target.folder / "elsewhere")
     target.resume()
 
 
 def list_damages() -> Iterator[Fault]:
+    """Yield the faults that damage files."""
     for name, pattern in {"manifest": "manifest.json", "shard": "*.distcp", "metadata": ".metadata", "common": "common.pt",
                           "progress": "grpo/progress.json", "prompts": "grpo/prompts.json"}.items():  # fmt: skip
         for how, harm in DAMAGES.items():

@@ -1,4 +1,4 @@
-"""All faults of tools/torture.py, in the order of its table."""
+"""Table of all faults of tools/torture.py, in the order of the report."""
 
 from __future__ import annotations
 

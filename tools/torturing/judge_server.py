@@ -1,8 +1,9 @@
-"""A judge for tools/torture.py: an endpoint on this machine that scores completions, and misbehaves from its fiftieth request on.
+"""HTTP endpoint for tools/torture.py that scores completions as an LLM judge and fails from its 50th request on.
 
     python tools/torturing/judge_server.py FILE HOW TIMES PORT
 
-writes its port into the file. HOW is empty for one that never misbehaves. It imports nothing that is slow.
+FILE receives the port number. HOW names the failure (empty: none), TIMES is the number of requests that fail, and PORT 0 selects a free
+port. The module imports only the standard library, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-FIRST_FAULTY_REQUEST = 50  # the request with which it begins: in the second rollout of 24 rows
+FIRST_FAULTY_REQUEST = 50  # first request that fails: in the second rollout of 24 completions
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Request handler of the judge.
+
+    Attributes:
+        how: Failure: an HTTP status, "word", "page", "endless", "silent", "slow", "drop" or "die".
+        times: Number of requests that fail.
+        asked: Number of requests so far.
+    """
+
     how, times = "", 0
     asked, lock = 0, threading.Lock()
 
@@ -33,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         if is_rude and self.how != "slow":
             return self._misbehave()
         if is_rude:
-            time.sleep(3.0)  # the fault itself: it answers late
+            time.sleep(3.0)  # this is the fault: a slow response
         tokens = [int(word) for word in text.partition("[Response]\n")[2].partition("\n")[0].split()]
         score = 10 * sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
         self._respond(200, json.dumps({"choices": [{"message": {"content": f"Score: {score:.3f}"}}]}))
@@ -65,6 +74,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main(told: str, how: str, times: str, port: str) -> None:
+    """Serve until the process is killed.
+
+    Args:
+        told: Path of the file that receives the port.
+        how: Failure, as in `Handler`.
+        times: Number of requests that fail.
+        port: Port; 0 selects a free one.
+    """
     Handler.how, Handler.times = how, int(times)
     server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
     server.daemon_threads = True

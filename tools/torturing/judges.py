@@ -1,4 +1,4 @@
-"""The faults of a judge, which is `judge_server` as a process of its own."""
+"""Faults of an LLM judge; the judge is `judge_server` in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.torturing.target import Fault, Target
 
 ALWAYS = 10**9
 TIMEOUT = 20  # seconds of --reward_timeout
-# How it answers, how often, and what the run must say; None where the run must not notice.
+# Name -> (failure, number of requests, pattern of the error message; None: the run must not fail).
 JUDGE_FAULTS: dict[str, tuple[str, int, str | None]] = {
     "is overloaded briefly": ("503", 3, None),
     "responds with 429": ("429", 3, None),
@@ -33,7 +33,14 @@ JUDGE_FAULTS: dict[str, tuple[str, int, str | None]] = {
 
 
 class JudgeProcess:
-    """The endpoint as a process of its own. port: where an earlier one was."""
+    """Judge server in a process of its own.
+
+    Args:
+        folder: Folder of the file with the port.
+        how: Failure, as in `judge_server.Handler`.
+        times: Number of requests that fail.
+        port: Port of an earlier server; 0 selects a free one.
+    """
 
     def __init__(self, folder: Path, how: str = "", times: int = 0, port: int = 0):
         told = folder / "judge.port"
@@ -53,16 +60,19 @@ class JudgeProcess:
 
 @contextmanager
 def start_judge(target: Target, how: str = "", times: int = 0) -> Iterator[JudgeProcess]:
-    """Within it the target's runs are judged by such a judge."""
+    """Score the target's runs by a judge while the context is open.
+
+    On exit the target's results are checked; if the judge fails permanently, the run is first resumed with a working judge.
+    """
     target.inputs[target.inputs.index("--reward_funcs") + 1] = "llm_judge"
-    # Not in the target's folder: a process that has that open is taken for one of the run.
+    # Not in the target's folder: processes with open files in there count as processes of the run.
     with TemporaryDirectory(prefix="torture_judge_") as folder:
         judge = JudgeProcess(Path(folder), how, times)
         try:
             url = f"http://127.0.0.1:{judge.port}/v1"
             target.inputs += ["--llm_judge_url", url, "--llm_judge_model", "m", "--reward_timeout", str(TIMEOUT)]
             yield judge
-            if how in ("die", "silent") or times == ALWAYS:  # mended
+            if how in ("die", "silent") or times == ALWAYS:  # resume with a working judge
                 judge.close()
                 judge = JudgeProcess(Path(folder), port=judge.port)
                 target.resume()
@@ -73,6 +83,8 @@ def start_judge(target: Target, how: str = "", times: int = 0) -> Iterator[Judge
 
 
 def make_judge_fault(how: str, times: int, says: str | None) -> Callable[[Target], None]:
+    """Return a fault in which the judge fails `times` times; the run must print `says`, or end normally if it is None."""
+
     def inject(target: Target) -> None:
         target.setup = replace(target.setup, reference=target.setup.get_reference("judged", run_undisturbed))
         with start_judge(target, how, times):
@@ -83,12 +95,14 @@ def make_judge_fault(how: str, times: int, says: str | None) -> Callable[[Target
 
 
 def run_undisturbed(target: Target) -> None:
+    """Run the target with a judge that never fails, as the reference of the other runs."""
     target.setup = replace(target.setup, reference=target.folder)
     with start_judge(target):
         target.run().require(0)
 
 
 def list_judge_faults() -> Iterator[Fault]:
+    """Yield the faults of the judge."""
     for name, (how, times, says) in JUDGE_FAULTS.items():
         promise = UNMOVED if says is None else SENTENCE
         yield Fault(f"judge/{name}", promise, make_judge_fault(how, times, says))

@@ -1,4 +1,4 @@
-"""Random kills, in chains: a run is killed, resumed, killed again, and so on, and what it then is must be the undisturbed run."""
+"""Chains of random kills: a run is killed and resumed several times and must then equal the undisturbed run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tools.torturing.target import BrokenPromiseError, Running, Target, SharedSetup, sum_cpu_seconds
+from tools.torturing.target import BrokenPromiseError, Running, SharedSetup, Target, sum_cpu_seconds
 
-MAX_KILLS = 8  # kills of a chain
-COLD_SHARE = 0.1  # of the runs start cold, so that kills fall into imports too
+MAX_KILLS = 8  # per chain
+COLD_SHARE = 0.1  # share of runs started by a shell, so that some kills happen during imports
 
 
 @dataclass
 class Kill:
     """One kill of a chain.
 
-    whom: "launcher", or "process 1 of 4" of the others, by age. after: seconds since the launch. seconds, cpu_seconds: as of `Cost`; None
-    if a later kill came before that. again: prompts that the next launch sampled, and an earlier one had.
+    Args:
+        chain: Number of the chain.
+        number: Number of the kill in the chain, from 1.
+        whom: "launcher", or "process 1 of 4" of the other processes, by age.
+        after: Seconds since the launch.
+        step: Last optimizer step trained before the kill.
+        cold: Whether the run was started by a shell.
+        seconds: Seconds until the interrupted step was trained again; None if the next kill came first.
+        cpu_seconds: CPU seconds until then.
+        sampled_twice: Prompts that the next launch sampled and an earlier one had sampled.
     """
 
     chain: int
@@ -39,6 +47,17 @@ class Kill:
 
 @dataclass
 class Chain:
+    """Chain of kills of one run.
+
+    Args:
+        number: Number of the chain; with the seed it determines the random moments.
+        seed: Seed of the random moments.
+        launches: Number of launches.
+        verdict: "kept" or "BROKEN".
+        why: Problem; empty if there is none.
+        kills: The kills.
+    """
+
     number: int
     seed: int
     launches: int = 0
@@ -52,13 +71,19 @@ class Chain:
 
 
 class Killer:
-    """life: returns seconds of a whole undisturbed run, started cold or not, as of today's load."""
+    """Runner of chains of random kills.
+
+    Args:
+        folder: Folder of the runs.
+        setup: Shared state of all runs.
+        life: Function that returns the seconds of an undisturbed run, given whether it starts cold.
+    """
 
     def __init__(self, folder: Path, setup: SharedSetup, life: Callable[[bool], float]):
         self.folder, self.setup, self.life = folder, setup, life
 
     def run_chain(self, number: int, most: int = MAX_KILLS) -> Chain:
-        """At most so many kills. The chain is the same for the same seed and number, but for what the machine makes of its moments."""
+        """Run one chain of at most `most` kills. Seed and number determine its random moments."""
         chain, rng = Chain(number, self.setup.seed), random.Random(f"{self.setup.seed}/{number}")
         target = Target(self.folder / f"chain_{number}", self.setup)
         times: list[float] = []
@@ -77,7 +102,7 @@ class Killer:
         return chain
 
     def _kill_once(self, target: Target, chain: Chain, rng: random.Random, times: list[float]) -> bool:
-        """One launch, and a kill at a random moment of it; whether the run had not ended before."""
+        """Launch the run and kill one of its processes at a random moment; return False if the run ended first."""
         chain.launches += 1
         cold, moment, pick = rng.random() < COLD_SHARE or not self.setup.warm, rng.random(), rng.random()
         began, process = time.monotonic(), target.begin(cold=cold)
@@ -101,27 +126,29 @@ class Killer:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # the run has ended in this moment
+            pass  # the run has just ended
 
     @staticmethod
     def _wait_for_end(target: Target, process: Running) -> None:
-        """Any exit code will do; that nothing is left is what counts."""
+        """Wait until no process of the run is left; any exit code is accepted."""
         target.end(process)
 
     @staticmethod
     def _check_partial_results(target: Target, chain: Chain) -> None:
+        """Check what the run has written so far."""
         try:
             target.check_partial_results()
         except BrokenPromiseError as broken:
             raise BrokenPromiseError(f"after kill {len(chain.kills)}: {broken}") from None
 
     def _describe_failure(self, target: Target, chain: Chain, why: str) -> str:
-        """Which kill did it, as far as the steps tell."""
+        """Return the problem with the launch in which each step was trained."""
         trained = {line["step"]: line["attempt"] for line in target.read_log() if line["what"] == "trained" and line["rank"] == 0}
         return f"chain {chain.number} (seed {chain.seed}), {len(chain.kills)} kills: {why}; steps by launch: {trained}"
 
     @staticmethod
     def _compute_costs(target: Target, chain: Chain, times: list[float]) -> None:
+        """Fill in the costs of each kill."""
         lines = target.read_log()
         trained = [line for line in lines if line["what"] == "trained" and line["rank"] == 0]
         for i, (kill, struck) in enumerate(zip(chain.kills, times, strict=True)):

@@ -1,4 +1,4 @@
-"""Disks, memory, clocks, and what surrounds a run."""
+"""Faults of the machine and the environment: disks, memory, clocks, environment variables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tools.torturing.target import BrokenPromiseError, Fault, Target, Unsupporte
 
 
 def fill_disk(size: str) -> Callable[[Target], None]:
+    """Return a fault in which output_dir is a file system of `size` that fills up and is then enlarged."""
+
     def inject(target: Target) -> None:
         target.out.mkdir()
         if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(target.out)], capture_output=True).returncode:
@@ -28,6 +30,7 @@ def fill_disk(size: str) -> Callable[[Target], None]:
 
 
 def mount_read_only(target: Target) -> None:
+    """Mount output_dir read-only; after the repair the run must resume."""
     target.copy_half_done()
     if subprocess.run(["mount", "--bind", str(target.out), str(target.out)], capture_output=True).returncode:
         raise UnsupportedFaultError("this user may not mount a file system")
@@ -40,7 +43,7 @@ def mount_read_only(target: Target) -> None:
 
 
 def remove_permissions(target: Target) -> None:
-    """Permission bits are nothing to root, so root runs as somebody else."""
+    """Remove the permission to write into output_dir; as root, start the run as another user, because permissions do not apply to root."""
     target.copy_half_done()
     for folder in (target.folder.parent, target.folder):
         folder.chmod(0o755)
@@ -52,6 +55,13 @@ def remove_permissions(target: Target) -> None:
 
 
 def limit_resource(limit: str, *says: str) -> Callable[[Target], None]:
+    """Return a fault that starts the run under a shell command such as "ulimit -n 64".
+
+    Args:
+        limit: Shell command.
+        says: Patterns that the output must contain.
+    """
+
     def inject(target: Target) -> None:
         target.run(before=limit).require(None, *says)
         target.resume()
@@ -60,6 +70,13 @@ def limit_resource(limit: str, *says: str) -> Callable[[Target], None]:
 
 
 def set_environment(env: dict[str, str], code: int = 0) -> Callable[[Target], None]:
+    """Return a fault that sets environment variables; the results must not change.
+
+    Args:
+        env: Environment variables.
+        code: Expected exit code.
+    """
+
     def inject(target: Target) -> None:
         target.run(env=env).require(code)
         target.check_results()
@@ -68,14 +85,15 @@ def set_environment(env: dict[str, str], code: int = 0) -> Callable[[Target], No
 
 
 def use_more_threads(target: Target) -> None:
+    """Run with four threads; losses must equal those of one thread to 1e-4."""
     target.run(env={"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}).require(0)
     mine, right = (records(out / "metrics.jsonl") for out in (target.out, target.setup.reference / "out"))
     if len(mine) != len(right) or any(abs(one["loss"] - other["loss"]) > 1e-4 for one, other in zip(mine, right, strict=True)):
-        raise BrokenPromiseError("the losses are not those of one thread, to 1e-4")
+        raise BrokenPromiseError("the losses differ from those of one thread by more than 1e-4")
 
 
 def limit_memory(moment: str) -> Callable[[Target], None]:
-    """From then on a rank gets no more memory than it has; what it has may do."""
+    """Return a fault that limits the address space of a rank to its current size; the run may fail or go on."""
 
     def inject(target: Target) -> None:
         ended = target.run(inject=make_injection(moment, "starve", 1))
@@ -89,6 +107,8 @@ def limit_memory(moment: str) -> Callable[[Target], None]:
 
 
 def move_clock(seconds: int) -> Callable[[Target], None]:
+    """Return a fault that moves the clock of all ranks by a number of seconds."""
+
     def inject(target: Target) -> None:
         target.run(inject=make_injection("training", f"clock {seconds}", None)).require(0)
         target.check_results()
@@ -97,6 +117,7 @@ def move_clock(seconds: int) -> Callable[[Target], None]:
 
 
 def start_second_run(target: Target) -> None:
+    """Start a second run in the same output_dir; it must be refused and the first must go on."""
     process = target.begin()
     target.wait_for(process, lambda: any(line["what"] == "trained" for line in target.read_log()))
     first, target.output_file = target.output_file, target.folder / "second"
@@ -111,7 +132,7 @@ def start_second_run(target: Target) -> None:
 
 
 def close_output(target: Target) -> None:
-    """`torchrun ... | head -1`"""
+    """Close standard output after 10 bytes, as `torchrun ... | head -1` does."""
     process = target.begin(before="exec > >(head -c 10 > /dev/null)")
     ended = target.end(process)
     if ended.code == 0:
@@ -121,6 +142,7 @@ def close_output(target: Target) -> None:
 
 
 def list_machine_faults() -> Iterator[Fault]:
+    """Yield the faults of disks and memory."""
     for size in ("100k", "900k", "2m"):
         yield Fault(f"disk/full at {size}", SENTENCE, fill_disk(size))
     yield Fault("disk/read-only", SENTENCE, mount_read_only)
@@ -140,6 +162,7 @@ def list_machine_faults() -> Iterator[Fault]:
 
 
 def list_environment_faults() -> Iterator[Fault]:
+    """Yield the faults of clocks, environment variables and standard output."""
     yield Fault("clock/one hour back", UNMOVED, move_clock(-3600))
     yield Fault("clock/one day ahead", UNMOVED, move_clock(86400))
     for name, env in {"no HOME": {"HOME": "/nowhere"}, "locale C": {"LC_ALL": "C"}, "no terminal": {"TERM": "dumb"}}.items():  # fmt: skip

@@ -1,4 +1,4 @@
-"""The moments of a run, and the faults that strike at one: kills, stops, signals, also with checkpoints beside the steps."""
+"""Moments of a run, and the faults that interrupt it there: kills, errors and signals, also during asynchronous saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.torturing.target import BrokenPromiseError, Fault, Target
 
 TRAIN_STEP = "megatron_grpo.core.policy.policy:Policy.train_step"
 
-# Moments of a run: where, and which call of it.
+# Moment -> (function, number of its call).
 MOMENTS = {
     "reading the data set": ("megatron_grpo.run.data.prompts:open_stream", 1),
     "joining the other ranks": ("megatron_grpo.core.parallel.state:start", 1),
@@ -45,7 +45,7 @@ MOMENTS_OF_RANK_0 = {
 
 ASYNC = ("--async_save", "true")
 
-# Moments from which a stop can be heard.
+# Moments in which the run handles stop signals.
 STOPPABLE = [
     "building the model",
     "first rollout",
@@ -59,11 +59,20 @@ STOPPABLE = [
 
 
 def make_injection(moment: str, do: str, rank: int | None = 0) -> dict:
+    """Return the description of an injected fault, as `rank.py` reads it.
+
+    Args:
+        moment: Key of MOMENTS or MOMENTS_OF_RANK_0.
+        do: Fault, as in `rank.py`.
+        rank: Rank that executes it; None: all ranks.
+    """
     where, call = {**MOMENTS, **MOMENTS_OF_RANK_0}[moment]
     return dict(where=where, call=call, do=do, rank=rank)
 
 
 def kill_at(moment: str, do: str, rank: int, *flags: str) -> Callable[[Target], None]:
+    """Return a fault that sends a fatal signal to a rank at a moment; the run must resume."""
+
     def inject(target: Target) -> None:
         target.run(*flags, inject=make_injection(moment, do, rank)).require(None)
         target.resume(*flags)
@@ -72,6 +81,8 @@ def kill_at(moment: str, do: str, rank: int, *flags: str) -> Callable[[Target], 
 
 
 def raise_at(moment: str, what: str, *flags: str) -> Callable[[Target], None]:
+    """Return a fault that raises an exception in rank 0 at a moment; the run must report it and resume."""
+
     def inject(target: Target) -> None:
         target.run(*flags, inject=make_injection(moment, f"raise {what}")).require(None, "made up by tools/torture.py|memory")
         target.resume(*flags)
@@ -80,18 +91,23 @@ def raise_at(moment: str, what: str, *flags: str) -> Callable[[Target], None]:
 
 
 def stop_at(moment: str, do: str, *flags: str) -> Callable[[Target], None]:
+    """Return a fault that sends a stop signal at a moment; the run must save the last trained step and exit with an error code."""
+
     def inject(target: Target) -> None:
         ended = target.run(*flags, inject=make_injection(moment, do))
         trained = max((line["step"] for line in target.read_log() if line["what"] == "trained"), default=0)
         saved = max(target.list_checkpoints(), default=0)
         if ended.code == 0 or saved < trained:
-            raise BrokenPromiseError(f"exit code {ended.code}, step {trained} was trained, and {saved} is saved: {ended.output[-1000:]}")
+            raise BrokenPromiseError(
+                f"exit code {ended.code}, last trained step {trained}, last saved step {saved}: {ended.output[-1000:]}"
+            )
         target.resume(*flags)
 
     return inject
 
 
 def stop_twice(target: Target) -> None:
+    """Send SIGINT to the launcher twice, as a second Ctrl-C does."""
     process = target.begin()
     target.wait_for(process, lambda: target.read_log() and target.read_log()[-1]["what"] == "trained")
     for _ in range(2):
@@ -101,27 +117,33 @@ def stop_twice(target: Target) -> None:
 
 
 def kill_repeatedly(target: Target) -> None:
+    """Kill the run four times in a row."""
     for call in (2, 1, 3, 1):
         target.run(inject=dict(where=TRAIN_STEP, call=call, do="SIGKILL", rank=call % 2)).require(None)
     target.resume()
 
 
 def kill_stop_and_damage(target: Target) -> None:
-    """Saves after steps 3 and 6; the second launch begins after step 3, so its second step is the fifth."""
+    """Kill the run, stop it, and damage its newest checkpoint.
+
+    The run saves after steps 3 and 6. The second launch begins after step 3, so its second step is step 5.
+    """
     target.run(inject=make_injection("writing a checkpoint", "SIGKILL", 1)).require(None)
     target.run(inject=dict(where=TRAIN_STEP, call=2, do="launcher SIGTERM")).require(None, r"saved after optimizer step 5")
     if target.list_checkpoints() != [3, 5]:
-        raise BrokenPromiseError(f"checkpoints {target.list_checkpoints()} are left, not 3 and 5")
+        raise BrokenPromiseError(f"checkpoints are {target.list_checkpoints()}, not [3, 5]")
     flip_bit(find_largest_file(target.out / "checkpoints" / "iter_0000005", "*.distcp"))
     target.resume(says=["iter_0000005", "WARNING", r"Resuming from \S+iter_0000003"])
 
 
 def kill_launcher(target: Target) -> None:
+    """Kill the launcher during training."""
     target.run(inject=make_injection("training", "launcher SIGKILL")).require(None)
     target.resume()
 
 
 def kill_launcher_during_imports(target: Target) -> None:
+    """Kill the launcher while its ranks import modules."""
     process = target.begin(cold=True)
     target.wait_for(process, lambda: len(target.find_processes(process)) >= 2)
     process.kill()
@@ -130,7 +152,7 @@ def kill_launcher_during_imports(target: Target) -> None:
 
 
 def freeze_rank(target: Target) -> None:
-    """A machine that sleeps, or a debugger: 5 s in which one rank stands still."""
+    """Stop one rank with SIGSTOP for 5 seconds, as a debugger or a suspended machine does."""
     process = target.begin()
     target.wait_for(process, lambda: any(line["what"] == "trained" for line in target.read_log()))
     pid = target.find_processes(process)[-1]
@@ -142,6 +164,7 @@ def freeze_rank(target: Target) -> None:
 
 
 def list_kills_and_signals() -> Iterator[Fault]:
+    """Yield the faults that kill processes or send signals."""
     for moment in MOMENTS:
         for rank in (0, 1):
             yield Fault(f"kill/rank {rank}, {moment}", RESUMES, kill_at(moment, "SIGKILL", rank))
@@ -163,7 +186,7 @@ def list_kills_and_signals() -> Iterator[Fault]:
 
 
 def list_async_save_faults() -> Iterator[Fault]:
-    """With --async_save the writing moments are those of a thread."""
+    """Yield the faults during asynchronous saves, where the moments of writing are in a thread."""
     for moment in ("writing the first checkpoint", "writing a checkpoint", "describing a checkpoint", "training"):
         for rank in (0, 1):
             yield Fault(f"async/rank {rank}, {moment}", RESUMES, kill_at(moment, "SIGKILL", rank, *ASYNC))

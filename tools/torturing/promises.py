@@ -1,4 +1,4 @@
-"""Promises as the table states them."""
+"""Expected outcomes of faults, in the words of the report."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""A rank of a run that is hurt: the program itself, with answers from a table in index of vLLM's, and one thing that happens to it.
+"""Rank of a run with an injected fault: the real program with a scripted sampler in place of vLLM.
 
     torchrun --nproc_per_node 2 tools/torturing/rank.py train ...
 
-$TORTURE is JSON: where ("package.module:Class.method"), call (which call of it, from 1), rank, and what then happens ("SIGKILL" and other
-signals to this process, "launcher SIGTERM" to torchrun, "raise OSError", "exit 0", "clock -3600", "starve"). With $TORTURE_PLAIN nothing is
-drawn, as where matplotlib is not installed: plots are most of the CPU seconds of a toy run. $TORTURE_LOG is a folder: each rank adds what
-it samples, evaluates and trains to a file of its own, with the time and the CPU seconds that it has used.
+Environment variables:
+
+    TORTURE        JSON with the fault: `where` ("package.module:Class.method"), `call` (number of the call, from 1), `rank` and `do`
+    TORTURE_PLAIN  if set, no plots are drawn, as without matplotlib: plots take most of the CPU seconds of a small run
+    TORTURE_LOG    folder in which each rank writes a file with the time and CPU seconds of each sample, evaluation and step
+
+`do` is a signal for this process ("SIGKILL"), a signal for torchrun ("launcher SIGTERM"), "raise OSError", "exit 0", "clock -3600"
+(seconds), "starve" (limit the address space) or "hang 60" (seconds).
 """
 
 from __future__ import annotations
@@ -25,18 +29,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_grpo import cli
 from megatron_grpo.core.base import launcher
 
-# As they were: a fault may turn the clock, and a reward may empty the environment.
+# Read before the run: a fault may change the clock, and a reward function may clear the environment.
 NOW, LOG, ATTEMPT = time.time, Path(os.environ["TORTURE_LOG"]), os.environ["TORTURE_ATTEMPT"]
 RANK, FAULT = launcher.read().rank, json.loads(os.environ.get("TORTURE", "null"))
 
 
 def write_log(what: str, **more) -> None:
+    """Append a line to this rank's log.
+
+    Args:
+        what: "sample", "trained" or "fault".
+        more: Further fields.
+    """
     line = {"time": NOW(), "cpu": time.process_time(), "attempt": ATTEMPT, "rank": RANK, "what": what, **more}
     with (LOG / f"rank_{RANK}.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
 
 
 def make_engine(cfg, inputs, parallel):
+    """Return a scripted sampler that draws random tokens from the prompt's number, the completion's index and the weights' version."""
     import numpy as np
 
     from megatron_grpo.core.rollout.engine import make_completion
@@ -52,6 +63,11 @@ def make_engine(cfg, inputs, parallel):
 
 
 def inject_fault(do: str) -> None:
+    """Execute a fault.
+
+    Args:
+        do: Fault, as described for the module.
+    """
     write_log("fault")
     kind, _, rest = do.partition(" ")
     if kind == "launcher":
@@ -75,13 +91,22 @@ def inject_fault(do: str) -> None:
 
 
 def log_sampled_prompts(engine, prompts, sampling) -> None:
-    """Greedy answers are an evaluation's: of the same prompts each time, so the weights belong to what is drawn."""
+    """Log the prompts of a call of the sampler.
+
+    Greedy sampling is an evaluation. Evaluations sample the same prompts repeatedly, so their names include the weights' version.
+    """
     kind = f"evaluation of {engine.version}" if sampling.temperature == 0 else "rollout"
     write_log("sample", prompts=[f"{kind}: {one.number}" for one in prompts])
 
 
 def wrap_calls(where: str, before=lambda count, args: None, after=lambda count, args: None) -> None:
-    """Calls `before` and `after` with each call of what is found there."""
+    """Call `before` and `after` around each call of a function.
+
+    Args:
+        where: Function, as "package.module:Class.method".
+        before: Called with (number of the call, arguments).
+        after: Called with (number of the call, arguments).
+    """
     module_name, _, path = where.partition(":")
     owner = importlib.import_module(module_name)
     *owners, name = path.split(".")
@@ -102,6 +127,7 @@ def wrap_calls(where: str, before=lambda count, args: None, after=lambda count, 
 
 
 def install_fault() -> None:
+    """Install the log and the fault of $TORTURE."""
     wrap_calls("tests.scripted_engine:ScriptedEngine.generate", before=lambda _, args: log_sampled_prompts(*args[:3]))
     wrap_calls("megatron_grpo.core.policy.policy:Policy.train_step", after=lambda _, args: write_log("trained", step=args[0].version))
     if FAULT and FAULT["rank"] in (RANK, None):
@@ -109,6 +135,7 @@ def install_fault() -> None:
 
 
 def train_with_fault(argv, parts):
+    """Install the fault and run `train`."""
     install_fault()
     return train(argv, parts)
 

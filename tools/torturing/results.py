@@ -1,4 +1,4 @@
-"""What tools/torture.py found out: lines of a file that grows from call to call, and the table that they make."""
+"""Results of tools/torture.py: a file that grows from call to call, and the tables of the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,21 @@ BEGIN, END = "<!-- torture -->", "<!-- /torture -->"
 
 @dataclass
 class FaultResult:
-    """One fault. verdict: kept, BROKEN, or "not here". load: of the machine as the fault began (its 1-minute average)."""
+    """Result of one fault.
+
+    Args:
+        name: Name, as "family/fault".
+        promise: Expected outcome.
+        verdict: "kept", "BROKEN" or "not here" (not possible on this machine).
+        why: Problem, or reason why the fault is not possible; empty if there is none.
+        seconds: Seconds until the interrupted step was trained again.
+        cpu_seconds: CPU seconds of the ranks until then.
+        sampled_twice: Prompts sampled in two launches.
+        trained_twice: Optimizer steps trained in two launches.
+        took: Seconds of the test.
+        load: Load average of the machine (1 minute) when the test began.
+        day: Date.
+    """
 
     name: str
     promise: str
@@ -31,16 +45,27 @@ class FaultResult:
 
     @property
     def family(self) -> str:
+        """First part of the name."""
         return self.name.partition("/")[0]
 
     @property
     def record(self) -> dict:
+        """Line of the results file."""
         return {"kind": "fault", **asdict(self)}
 
 
 @dataclass
 class Undisturbed:
-    """The measure. seconds, cpu_seconds: of the whole run, CPU of its two ranks; start, cpu_start: until its first step is trained."""
+    """Measurement of an undisturbed run.
+
+    Args:
+        cold: Whether a shell started the run; otherwise it was forked.
+        seconds: Seconds of the run.
+        cpu_seconds: CPU seconds of its two ranks.
+        start: Seconds until the first step was trained.
+        cpu_start: CPU seconds of the ranks until then.
+        load: Load average of the machine (1 minute).
+    """
 
     cold: bool
     seconds: float
@@ -51,6 +76,7 @@ class Undisturbed:
 
     @property
     def record(self) -> dict:
+        """Line of the results file."""
         return {"kind": "undisturbed", **asdict(self)}
 
     def __str__(self) -> str:
@@ -62,7 +88,11 @@ class Undisturbed:
 
 
 class Results:
-    """path: a .jsonl file; what is in it counts as done. Without one, results last as long as the call."""
+    """Results of this and earlier calls.
+
+    Args:
+        path: A .jsonl file to read and to append to; None: results are kept in memory only.
+    """
 
     def __init__(self, path: Path | None):
         self.path, self.lines = path, []
@@ -76,15 +106,17 @@ class Results:
                 stream.write(json.dumps(record) + "\n")
 
     def get_rows(self, names: Iterable[str]) -> list[FaultResult]:
-        """The newest of each fault, in this order."""
+        """Return the newest result of each named fault, in the given order."""
         found = {line["name"]: FaultResult(**{key: line[key] for key in line if key != "kind"}) for line in self._select("fault")}
         return [found[name] for name in names if name in found]
 
     def get_kept_names(self) -> set[str]:
+        """Return the names of faults whose newest result is "kept"."""
         newest = {line["name"]: line["verdict"] for line in self._select("fault")}
         return {name for name, verdict in newest.items() if verdict == "kept"}
 
     def get_chains(self, seed: int) -> list[dict]:
+        """Return the chains of kills with this seed."""
         return [line for line in self._select("chain") if line["seed"] == seed]
 
     def get_undisturbed(self) -> list[Undisturbed]:
@@ -95,7 +127,7 @@ class Results:
 
 
 def summarize(rows: Sequence[FaultResult], chains: Sequence[dict]) -> list[str]:
-    """A few sentences."""
+    """Return sentences that summarize the results."""
     verdicts = {name: sum(row.verdict == name for row in rows) for name in ("kept", "BROKEN", "not here")}
     lines = [
         f"{len(rows)} faults: {verdicts['kept']} kept, {verdicts['BROKEN']} broken, {verdicts['not here']} impossible on this machine."
@@ -122,7 +154,14 @@ def summarize(rows: Sequence[FaultResult], chains: Sequence[dict]) -> list[str]:
 
 
 def publish(path: Path, results: Results, promises: Mapping[str, str], seed: int) -> None:
-    """Replaces what stands between the two marks. promises: of each fault, as it is worded today, in the order of the table."""
+    """Replace the generated part of a Markdown page with the tables of the results.
+
+    Args:
+        path: Page that contains the marks BEGIN and END.
+        results: Results to report.
+        promises: Current promise of each fault, in the order of the table.
+        seed: Seed of the chains to report.
+    """
     rows, chains = [replace(row, promise=promises[row.name]) for row in results.get_rows(promises)], results.get_chains(seed)
     loads = [row.load for row in rows]
     days = sorted({row.day for row in rows})
@@ -145,7 +184,7 @@ def publish(path: Path, results: Results, promises: Mapping[str, str], seed: int
 
 
 def _format_starts(results: Results) -> list[str]:
-    """The measure that costs are read against."""
+    """Return the lines with the costs of undisturbed runs."""
     lines = ["An undisturbed run, for comparison (median of those measured):", ""]
     for cold in (True, False):
         mine = [one for one in results.get_undisturbed() if one.cold is cold]
@@ -186,13 +225,14 @@ def _format_kills(chains: Sequence[dict]) -> list[str]:
         wall, cpu = ([value for kill in mine if (value := kill[key]) is not None] for key in ("seconds", "cpu_seconds"))
         twice = [kill["sampled_twice"] for kill in mine] or [0]
         table.append(
-            f"| {name} | {len(mine)} | {_format_median_and_max(wall)} | {_format_median_and_max(cpu)} | {statistics.mean(twice):.1f} ({max(twice)}) |"
+            f"| {name} | {len(mine)} | {_format_median_and_max(wall)} | {_format_median_and_max(cpu)} | "
+            f"{statistics.mean(twice):.1f} ({max(twice)}) |"
         )
     return table
 
 
 def _format_faults(rows: Sequence[FaultResult]) -> list[str]:
-    """One line a family and promise, with its faults; what was not kept stands behind them."""
+    """Return a table with one row per family and promise; faults that were not kept have their reason."""
     table = ["| family | promise | kept | faults |", "|---|---|---|---|"]
     groups: dict[tuple[str, str], list[FaultResult]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Resumes with other flags, another layout, other inputs."""
+"""Faults that change flags, the parallel layout or input files between a run and its resumption."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from tools.torturing.target import BrokenPromiseError, Fault, Target
 
 
 def resume_with(*flags: str, code: int, says: str = "", same: bool = False) -> Callable[[Target], None]:
+    """Return a fault that resumes the run with other flags.
+
+    Args:
+        flags: Flags added to the command.
+        code: Expected exit code; after 2, no file may have changed.
+        says: Pattern that the output must contain.
+        same: Whether the results must equal those of the undisturbed run.
+    """
+
     def inject(target: Target) -> None:
         target.copy_half_done()
         before = target.compute_fingerprint()
         target.run(*flags).require(code if code == 0 else None, *([says] if says else []), *([r"exitcode +: 2"] if code == 2 else []))
         if code == 2:
-            if target.compute_fingerprint() != before:  # the same bytes go on as they did for every other fault
-                raise BrokenPromiseError("refused, and output_dir changed")
+            if target.compute_fingerprint() != before:  # unchanged files resume as they do for the other faults
+                raise BrokenPromiseError("the run was refused, but files in output_dir changed")
         elif same:
             target.check_results()
 
@@ -26,7 +35,13 @@ def resume_with(*flags: str, code: int, says: str = "", same: bool = False) -> C
 
 
 def change_input(what: str, code: int | None, says: str) -> Callable[[Target], None]:
-    """Between two runs somebody changes an input."""
+    """Return a fault that changes an input file before the run is resumed.
+
+    Args:
+        what: Name of the change.
+        code: Expected exit code; None: any except 0.
+        says: Pattern that the output must contain.
+    """
 
     def inject(target: Target) -> None:
         target.copy_half_done()
@@ -53,6 +68,7 @@ def change_input(what: str, code: int | None, says: str) -> Callable[[Target], N
 
 
 def list_resumes() -> Iterator[Fault]:
+    """Yield the faults that change something before the run is resumed."""
     tp, pp = ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]
     for name, flags, code, says, same in [
         ("lr 5e-4", ["--lr", "5e-4"], 0, "lr  0.001 -> 0.0005", False), ("tensor parallel", tp, 0, "", False),

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave."""
+"""Faults of reward functions: errors, crashes, invalid values and side effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def even(completion_ids, **columns):
     return scores
 """
 
-# What a reward does at its third call -> what must be said, None where the run must not notice.
+# Name -> (code of the third call, pattern of the error message; None: no message is required).
 REWARDS = {
     "raises": ('raise KeyError("lost")', "even"),
     "returns too few": ("return scores[:-1]", "even"),
@@ -54,10 +54,13 @@ HARMLESS = {
 
 
 def write_reward(target: Target, body: str) -> None:
+    """Write a reward function that executes `body` in its third call of the first launch."""
     (target.folder / "reward.py").write_text(THIRD_CALL.replace("{body}", body))
 
 
 def make_failing_reward(body: str, says: str | None) -> Callable[[Target], None]:
+    """Return a fault in which the reward function fails; the run must print `says`, and resume with a working function."""
+
     def inject(target: Target) -> None:
         write_reward(target, body)
         target.run().require(None, *([says] if says else []))
@@ -68,6 +71,8 @@ def make_failing_reward(body: str, says: str | None) -> Callable[[Target], None]
 
 
 def make_harmless_reward(body: str) -> Callable[[Target], None]:
+    """Return a fault in which the reward function has a side effect; the results must not change."""
+
     def inject(target: Target) -> None:
         write_reward(target, body)
         target.run().require(0)
@@ -77,6 +82,7 @@ def make_harmless_reward(body: str) -> Callable[[Target], None]:
 
 
 def list_reward_faults() -> Iterator[Fault]:
+    """Yield the faults of reward functions."""
     for name, (body, says) in REWARDS.items():
         yield Fault(f"reward/{name}", SENTENCE, make_failing_reward(body, says))
     for name, body in HARMLESS.items():

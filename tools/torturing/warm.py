@@ -1,9 +1,9 @@
-"""Runs whose modules are in memory already: torchrun and its ranks are forks of this process, which has imported what they need.
+"""Forked runs: torchrun and its ranks are forks of this process, which has imported their modules.
 
-Of the CPU seconds of a run of ten steps nine in ten are imports and plots. A fork of a process that has imported torch, Megatron-Core and
-torch.distributed.run is the same launcher and are the same ranks: processes with parents, sessions, signals and files of their own, and
-torchrun's own code starts, watches and ends them. What differs: nothing can strike while they import, they share one hash seed, and they
-draw no plots. So some runs start cold (`Target.begin`, cold=True), among them the run that all others are held against.
+Imports and plots take nine tenths of the CPU seconds of a run of ten steps. A fork of a process that has imported torch, Megatron-Core and
+torch.distributed.run behaves like a launcher started by a shell: it has processes with their own parents, sessions, signals and files, and
+torchrun's own code starts, watches and ends them. Three things differ: no fault can happen during imports, all processes share one hash
+seed, and no plots are drawn. Some runs are therefore started by a shell (`Target.begin` with cold=True), among them the undisturbed run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDYNAMO_DISA
 
 
 def warm_up() -> None:
-    """Imports all of it. Raises RuntimeError if that started a thread: a fork would lack it, and find its locks taken."""
+    """Import the modules of a run.
+
+    Raises:
+        RuntimeError: An import started a thread. A fork would lack the thread and inherit its locks.
+    """
     os.environ.update(ENVIRONMENT)  # before torch is imported
     for name in MODULES:
         importlib.import_module(name)
@@ -46,7 +50,13 @@ def warm_up() -> None:
 
 
 class Forked:
-    """A child that calls a function, as subprocess.Popen shows a child."""
+    """Child process that calls a function, with the interface of subprocess.Popen. It leads a session.
+
+    Args:
+        function: Function to call.
+        env: Complete environment of the child.
+        output: File of its standard output and error; None: those of this process.
+    """
 
     def __init__(self, function: Callable[[], object], *, env: Mapping[str, str], output: Path | None = None):
         """env: all of the child's environment. output: takes its stdout and stderr; else they are ours. The child leads a session."""
@@ -85,12 +95,18 @@ class Forked:
 
 
 def start_torchrun(arguments: Sequence[str], *, env: Mapping[str, str], output: Path) -> Forked:
-    """`torchrun ARGUMENTS`, whose workers run a Python file; they are forks of the fork."""
+    """Start `torchrun ARGUMENTS` in a fork; its workers are forks of that fork.
+
+    Args:
+        arguments: Arguments of torchrun; the workers must run a Python file.
+        env: Complete environment.
+        output: File of the standard output and error.
+    """
     return Forked(lambda: _launch(arguments), env=env, output=output)
 
 
 def _run_child(function: Callable[[], object], env: Mapping[str, str], output: Path | None) -> int:
-    """Returns the exit code."""
+    """Set up a child process, call the function and return the exit code."""
     try:
         os.setsid()
         os.environ.clear()
@@ -111,7 +127,7 @@ def _run_child(function: Callable[[], object], env: Mapping[str, str], output: P
         code: object = 0
     except SystemExit as end:
         code = end.code
-    except BaseException:  # noqa: BLE001 - as an interpreter that nobody catches
+    except BaseException:  # noqa: BLE001 - the child must not return into the parent's code
         traceback.print_exc()
         code = 1
     try:
@@ -123,7 +139,7 @@ def _run_child(function: Callable[[], object], env: Mapping[str, str], output: P
 
 
 def _seed_generators() -> None:
-    """A new interpreter's generators are its own; torch's begins everywhere with the same seed."""
+    """Seed the random generators as a new interpreter does; torch's default seed is the same in every process."""
     import numpy
 
     random.seed(os.urandom(16))
@@ -131,6 +147,7 @@ def _seed_generators() -> None:
 
 
 def _launch(arguments: Sequence[str]) -> None:
+    """Run torchrun with workers that are forks."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
@@ -140,7 +157,11 @@ def _launch(arguments: Sequence[str]) -> None:
 
 
 def _run_rank(command: Sequence[str]) -> None:
-    """command: [python, -u, script, words ...], as torchrun makes it."""
+    """Run a worker's Python file.
+
+    Args:
+        command: [python, -u, script, words ...], as torchrun passes it.
+    """
     words = [word for word in command[1:] if word != "-u"]
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")

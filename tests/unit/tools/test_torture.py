@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tools.torturing.results import BEGIN, END, FaultResult, Results, publish, summarize
-from tools.torturing.target import BrokenPromiseError, Target, SharedSetup, sum_cpu_seconds
+from tools.torturing.target import BrokenPromiseError, SharedSetup, Target, sum_cpu_seconds
 
 
 @pytest.fixture
