@@ -1,9 +1,9 @@
-"""Print every argument of another system and what it is here, as a Markdown table. `tools/docs.py` makes the site's pages from it.
+"""Print the arguments of another system and their equivalents here as a Markdown page; `tools/docs.py` writes it to the site.
 
     python tools/arguments.py trl
 
-The lists of arguments are `tools/theirs/*.tsv` (made by `tools/their_arguments.py`); what each is here is read from the tables of
-`megatron_grpo/commands/compat/`, which `plan` and `train` read too, so a page and a message cannot disagree.
+The lists of arguments are `tools/theirs/*.tsv`, which `tools/their_arguments.py` writes. The equivalents come from the tables of
+`megatron_grpo/commands/compat/`, which `plan` and `train` read too, so that pages and messages agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import names, table
 
 ROOT = Path(__file__).parent.parent
-# dialect -> (file of their list, title)
+# Dialect -> (name of its list in tools/theirs, title).
 SYSTEMS = {
     "swift-megatron": ("swift", "Megatron-SWIFT"),
     "trl": ("trl", "TRL"),
@@ -29,13 +29,13 @@ SYSTEMS = {
 
 
 def read_arguments(system: str) -> tuple[str, dict[str, str]]:
-    """Return (source of the list, default by name)."""
+    """Return (source of the list, default by argument) of a system."""
     head, *lines = (ROOT / "tools" / "theirs" / f"{system}.tsv").read_text(encoding="utf-8").splitlines()
     return head.removeprefix("# "), dict(line.split("\t") for line in lines)
 
 
 def find_setting(dialect: SourceFramework, name: str) -> str:
-    """Return the setting that a name means by itself; empty if there is none."""
+    """Return the setting that an argument translates to without other arguments; empty if there is none."""
     row = dialect.row(name)[1]
     if row is not None:
         return row.native
@@ -58,7 +58,7 @@ def describe(row: FrameworkArg) -> str:
 
 
 def describe_argument(dialect: SourceFramework, name: str) -> str:
-    """Return a phrase on what a foreign name is here; empty if no table has it."""
+    """Return a phrase with the equivalent of an argument; empty if no table has it."""
     size = dialect.size(name)
     row = dialect.row(name)[1]
     if size is not None:
@@ -74,7 +74,7 @@ def describe_argument(dialect: SourceFramework, name: str) -> str:
 
 
 def iterate_arguments(system: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, default there, what it is here, default here) of each argument."""
+    """Yield (name, default there, equivalent here, default here) of each argument of a system."""
     dialect = DIALECTS[system]
     for name, default in read_arguments(SYSTEMS[system][0])[1].items():
         native = find_setting(dialect, name)
@@ -84,11 +84,12 @@ def iterate_arguments(system: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 def escape_cell(text: str) -> str:
+    """Return text escaped for a cell of a Markdown table; "-" if it is empty."""
     return text.replace("|", "\\|").replace("\n", " ") or "-"
 
 
 def format_defaults(theirs: str, ours: str) -> str:
-    """Return both defaults as one cell: one value where they are equal or there is no setting here."""
+    """Return both defaults as one cell: a single value if they are equal or there is no setting here."""
     return f"`{escape_cell(theirs)}`" if ours in ("", theirs) else f"`{escape_cell(theirs)}`; here `{escape_cell(ours)}`"
 
 
@@ -100,7 +101,7 @@ def count_kinds(system: str) -> tuple[int, int, int]:
 
 
 def make_page(system: str) -> str:
-    """Return the page with the arguments of one system, as Markdown.
+    """Return a Markdown page with the arguments of one system.
 
     Args:
         system: Name of the dialect.
@@ -110,8 +111,8 @@ def make_page(system: str) -> str:
     lines = [
         f"# Arguments of {title}",
         "",
-        f"{translated + aside + refused} arguments of {read_arguments(file)[0]}: {translated} are translated, {aside} are ignored, {refused} are "
-        f"refused. Use them with `--dialect {system}`, on the command line or in a file.",
+        f"{translated + aside + refused} arguments of {read_arguments(file)[0]}: {translated} are translated, {aside} are ignored, "
+        f"{refused} are refused. Use them with `--dialect {system}`, on the command line or in a file.",
     ]
     section = None
     for name, default, what, ours in sorted(iterate_arguments(system), key=lambda row: find_section(row[0])):
@@ -123,7 +124,7 @@ def make_page(system: str) -> str:
 
 
 def find_section(name: str) -> str:
-    """Return the section of a dotted name, such as `actor_rollout_ref.actor.megatron`: at most three words, so that rows stay narrow."""
+    """Return the section of a dotted name, such as `actor_rollout_ref.actor.megatron`: at most its first three words."""
     return ".".join(name.split(".")[:-1][:3])
 
 

@@ -1,9 +1,10 @@
-"""Every bad input of tests/bad_inputs.py, against `plan` and `train`: the exit code, one report, no traceback, what was typed.
+"""Run `plan` and `train` on each bad input of tests/bad_inputs.py and check the exit code and the error report.
 
     python tools/bad_inputs.py [-k PATTERN] [-v]
 
-Runs the commands in this process, up to where `train` would join the other ranks. Prints what was met badly and the count; ends with 1
-where anything was. CI runs a part of it: tests/unit/test_bad_inputs.py.
+The commands run in this process, up to the point where `train` would join the other ranks. The tool prints each problem and the number of
+inputs that were reported correctly; the exit code is 1 if there is any problem. CI runs a part of the inputs:
+tests/unit/test_bad_inputs.py.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from tests import bad_inputs
 
 
 def main() -> int:
+    """Run the selected inputs, print the problems and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", default="", metavar="PATTERN", help="only cases in whose name this is found")
-    parser.add_argument("-v", action="store_true", help="print what was said in each case that was met badly")
+    parser.add_argument("-k", default="", metavar="PATTERN", help="regular expression; only inputs whose name matches")
+    parser.add_argument("-v", action="store_true", help="print the output of each input with a problem")
     args = parser.parse_args()
     wanted = re.compile(args.k)
     cases = [case for case in bad_inputs.everything() if wanted.search(case.name)]
@@ -38,13 +40,13 @@ def main() -> int:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                problems, output = [f"{type(error).__name__} came out of the program: {error}"], ""
+                problems, output = [f"{type(error).__name__} was not caught: {error}"], ""
             bad += bool(problems)
             for problem in problems:
                 print(f"{case.name}: {problem}", flush=True)
             if problems and args.v:
                 print(output, flush=True)
-    print(f"{len(cases) - bad} of {len(cases)} bad inputs were met well ({time.monotonic() - began:.0f} s)")
+    print(f"{len(cases) - bad} of {len(cases)} bad inputs were reported correctly ({time.monotonic() - began:.0f} s)")
     return 1 if bad else 0
 
 

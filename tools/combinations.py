@@ -1,15 +1,15 @@
-"""Every loss type x importance level x KL mode x advantage estimator, on a real policy in several layouts, against one float64 reference.
+"""Compare all combinations of loss options with a float64 reference, in several parallel layouts.
 
     python tools/combinations.py [--layouts 1 TP2 PP2 DP2 CP2]
     python tools/combinations.py --random 200 [--seed 0]
 
-Each of the 1584 legal combinations has other settings (clip ranges, corrections, filters, entropy) drawn at random, and is cut into
-micro-batches of 1, 2 or 4 completions or packed, in turn. Prints the worst loss and the worst gradient tensor of each layout; ends with 1
-where one is off by more than 1e-6 (the loss of vespo 6e-6) or 1e-5. Takes twenty minutes on two cores. CI runs a part of it:
-tests/distributed/test_combinations.py.
+The options are loss type, importance sampling level, KL mode and advantage estimator: 1584 legal combinations. Each has further settings
+drawn at random (clip ranges, corrections, filters, entropy). Micro-batches of 1, 2 or 4 completions and packed ones alternate. The tool
+prints the worst relative error of loss and gradient tensors for each layout. The exit code is 1 if a loss is off by more than 1e-6 (vespo:
+6e-6) or a gradient by more than 1e-5. A run takes twenty minutes on two cores. CI runs a part: tests/distributed/test_combinations.py.
 
---random N: that many runs in which everything is drawn: model, groups, rewards, layout, combination, other settings, cut. There a loss
-may be off by 5e-6: its terms cancel in some of them.
+With `--random N`, N runs are drawn completely: model, groups, rewards, layout, combination, settings and batch split. Their losses may be
+off by 5e-6, because terms cancel in some of them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from tests import parity_cases as cases
 from tests.ranks import run_ranks
 
 RUNS_PER_MODEL = 10
-VESPO_LIMIT = 6e-6  # its weight is a power of a product over a sequence, and so multiplies the rounding of all its log-probs
+VESPO_LIMIT = 6e-6  # the weight is a power of a product over a sequence, which amplifies the rounding of log-probs
 
 
 def main() -> int:
+    """Run the selected comparison and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=["1", "TP2", "PP2", "DP2", "CP2"], choices=cases.LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--random", type=int, default=0, metavar="N")
@@ -45,6 +46,7 @@ def main() -> int:
 
 
 def compare_all(layouts: list[str]) -> int:
+    """Compare all combinations in each layout and return the exit code."""
     runs, is_good = every.iterate_runs(every.whole_product()), True
     with tempfile.TemporaryDirectory() as name:
         made = every.material(Path(name))
@@ -55,6 +57,7 @@ def compare_all(layouts: list[str]) -> int:
 
 
 def compare_random(count: int, seed: int) -> int:
+    """Compare `count` random runs and return the exit code."""
     worst_loss, worst_gradient, is_good, done, with_quantile = 0.0, 0.0, True, 0, 0
     while done < count:
         rng = np.random.default_rng([seed, done])
@@ -75,12 +78,29 @@ def compare_random(count: int, seed: int) -> int:
 
 
 def is_rounding(loss_type: str, error: float, tensor: str = "") -> bool:
-    """tensor: of a gradient's error; a loss's has none."""
+    """Return whether an error is explained by rounding although it exceeds the limit.
+
+    Args:
+        loss_type: Loss type of the run.
+        error: Relative error.
+        tensor: Name of the gradient tensor; empty for the loss.
+    """
     return loss_type == "vespo" and not tensor and error <= VESPO_LIMIT
 
 
 def compare_layout(layout: str, made: every.Material, runs: every.Runs, right: every.Expected, *, bar: float) -> tuple[float, float, bool]:
-    """(worst loss, worst gradient, whether all is well), and a line about it. bar: by how much a loss may be off."""
+    """Compare all runs in one layout and print a line with the result.
+
+    Args:
+        layout: Name of the layout.
+        made: Model and data of the runs.
+        runs: Settings and batch split of each run.
+        right: Numbers of the reference.
+        bar: Limit of the relative error of a loss.
+
+    Returns:
+        The worst loss error, the worst gradient error, and whether all errors are within the limits.
+    """
     start, case = time.perf_counter(), cases.LAYOUTS[layout]
     found = run_ranks(every.measure, case.world_size, made, case.settings, runs, right, timeout=3600)[-1]
     loss, gradient = max(found.loss.values()), max(found.gradient.values())

@@ -1,6 +1,6 @@
-"""Ask the rules of `plan` and `train` which pairs of features work together, for docs/composition.md.
+"""Make the tables of docs/composition.md: which pairs of features the rules of `plan` and `train` accept.
 
-The features are `tools/compatibility.yaml`. `python tools/docs.py write` writes the page.
+`tools/compatibility.yaml` lists the features. `python tools/docs.py write` writes the page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ SIZES = "--world_size 8 --micro_batch_size 2 --global_batch_size 64 --num_genera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """One feature: the settings that switch it on, and the architecture that it needs."""
+    """Feature: the settings that enable it, and the architecture that it needs.
+
+    Args:
+        name: Name in the table.
+        typed: Settings, as on the command line.
+        page: Page below docs/.
+        model: Architecture.
+    """
 
     name: str
     typed: str
@@ -36,18 +43,18 @@ class Feature:
     model: str = TEXT
 
     def combine_with(self, other: Feature) -> tuple[str, str] | None:
-        """Return (architecture, settings) of both features; None if no model has both."""
+        """Return (architecture, settings) of both features; None if no architecture has both."""
         models = {self.model, other.model} - {TEXT} or {TEXT}
         return (models.pop(), f"{self.typed} {other.typed}") if len(models) == 1 else None
 
 
 def read_features() -> list[Feature]:
-    """Return the features, in the order of the table."""
+    """Return the features in the order of the table."""
     return [Feature(**row) for row in _read_table()["features"]]
 
 
 def read_refused_with_images() -> dict[str, str]:
-    """Return the reason by the name of each feature that is refused when rows with images are read."""
+    """Return the reason, by feature, why it is refused for rows with images."""
     return _read_table()["refused_with_images"]
 
 
@@ -66,7 +73,7 @@ def make_configs() -> dict[str, Mapping]:
 
 
 def find_problems(model: str, typed: str) -> list[str]:
-    """Return the messages with which these settings are refused; empty if they are accepted.
+    """Return the error messages for some settings; empty if they are accepted.
 
     Args:
         model: Path of a config.json.
@@ -88,16 +95,16 @@ def find_problems(model: str, typed: str) -> list[str]:
 
 @cache
 def find_refusals() -> dict[tuple[int, int], list[str] | None]:
-    """Return the messages for each pair of features, by their numbers in the table; None if no model has both.
+    """Return the error messages of each pair of features, by their indices; None if no architecture has both.
 
-    A pair of equal numbers is the feature alone.
+    The pair (k, k) is feature k alone.
     """
     rows, here = read_features(), os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         for name, config in make_configs().items():
             Path(folder, name).mkdir()
             Path(folder, name, "config.json").write_text(json.dumps(config))
-        os.chdir(folder)  # messages name the model's path
+        os.chdir(folder)  # so that messages contain a short path of the model
         try:
             found = {(k, k): find_problems(row.model, row.typed) for k, row in enumerate(rows)}
             for (i, one), (j, other) in combinations(enumerate(rows), 2):

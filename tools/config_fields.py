@@ -1,8 +1,10 @@
-"""Write core/weights/config_fields.json: the fields that a config.json of each family can have. `python tools/config_fields.py`.
+"""Write core/weights/config_fields.json: the fields of each family's config.json.
 
-They are those of the installed transformers' configuration classes: which JSON each takes, and what it is where config.json is silent. What
-is done with a field is said by hand, in the same file: `idle` ones change nothing that is computed here, `refused` ones must have the value
-that the class gives them, and every other one is read. `tests/unit/weights/test_config_fields.py` holds all of it.
+    python tools/config_fields.py
+
+Types and defaults come from the configuration classes of the installed transformers. Two lists of the file are maintained by hand: `idle`
+fields change nothing that is computed here, and `refused` fields must have their default. All other fields are read.
+`tests/unit/weights/test_config_fields.py` checks the file.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from megatron_grpo.core.weights.families import FAMILIES, FILE
 
-# Words of config.json that transformers reads and that no class has as a field: what they take, and what they are where nothing is said.
+# Fields of config.json that transformers reads although no class declares them: types and default.
 ROTARY_FACTOR = "int|float|NoneType"
 COMMON_EXTRAS: dict[str, list[Any]] = {
     "is_causal": ["bool", True],
@@ -36,7 +38,7 @@ HYBRIDS = (
 FAMILY_EXTRAS = {
     "Glm4MoeForCausalLM": {"partial_rotary_factor": [ROTARY_FACTOR, 0.5]},
     **dict.fromkeys(HYBRIDS, HYBRID),
-    "Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings": ["bool", False]},  # of the whole model, not of its text model
+    "Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings": ["bool", False]},  # the whole model's, not the text model's
     "MiniMaxM2ForCausalLM": {"rotary_dim": ["int|NoneType", None]},
     "Gemma3ForCausalLM": {"sliding_window_pattern": ["int", 6]},
 }
@@ -45,7 +47,7 @@ KINDS = ("int", "float", "bool", "str", "list", "dict", "NoneType")
 
 
 def find_classes() -> dict[str, list[type]]:
-    """{family: its class, and that of its text model before it where it is another one's}"""
+    """Return the configuration classes of each family: the text model's, if it has its own, then that of the whole model."""
     import transformers
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -60,7 +62,11 @@ def find_classes() -> dict[str, list[type]]:
 
 
 def read_fields(kinds: list[type]) -> dict[str, list[Any]]:
-    """{field: [the JSON that it takes, its default]}; of the first class, and what others add."""
+    """Return the JSON types and the default of each field.
+
+    Args:
+        kinds: Configuration classes; the first has precedence.
+    """
     found = {
         field.name: [_format_type(str(field.type)), _make_json_value(field.default)]
         for kind in reversed(kinds)
@@ -85,7 +91,7 @@ def _make_json_value(value: Any) -> Any:
 
 
 def make_table() -> dict[str, Any]:
-    """The table as the installed transformers makes it, without what is said by hand."""
+    """Return the part of the table that transformers determines."""
     common, families = {}, {}
     for family, kinds in find_classes().items():
         fields = read_fields(kinds)
@@ -102,7 +108,7 @@ def make_table() -> dict[str, Any]:
 
 
 def format_table(table: dict[str, Any]) -> str:
-    """As the file has it."""
+    """Return the text of the file."""
     text = json.dumps({key: value for key, value in table.items() if key != "families"}, indent=None)[:-1] + ', "families": {'
     lines = [*textwrap.wrap(text, 140, break_on_hyphens=False)]
     for family, said in table["families"].items():

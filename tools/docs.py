@@ -1,11 +1,11 @@
-"""Gathers the pages of the documentation, generates those of the reference, and checks the links of the built site.
+"""Gather the pages of the documentation, generate the reference pages, and check the links of the built site.
 
-    python tools/docs.py gather     build/docs: docs/, the examples' READMEs, and the generated pages
-    python tools/docs.py check      build/docs/site: narrows the search, and follows every link
-    python tools/docs.py write      the generated tables of pages in docs/, which a test holds equal to their source
-    python tools/docs.py notebooks  output/notebooks: executes the notebooks on output/quickstart; `gather` publishes their outputs
+    python tools/docs.py gather     write build/docs/pages: docs/, the READMEs of the examples, and the generated pages
+    python tools/docs.py check      narrow the search of build/docs/site, and follow every link
+    python tools/docs.py write      write the generated tables of pages in docs/; a test compares them with their source
+    python tools/docs.py notebooks  execute the notebooks on output/quickstart into output/notebooks; `gather` publishes their outputs
 
-`tools/docs.sh` calls the first two. Nothing of torch is needed, except by the notebooks.
+`tools/docs.sh` calls the first two. Only the notebooks need torch.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ API = {
 
 
 def find_sources() -> dict[Path, Path]:
-    """Every page that is written by hand -> where it stands below `PAGES`."""
+    """Return the path below `PAGES` of every page that is written by hand."""
     found = {ROOT / name: Path(name.lower()) for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
     found[ROOT / "README.md"] = Path("index.md")
     docs = ROOT / "docs"
     for page in docs.rglob("*.md"):
         site_path = page.relative_to(docs)
-        if site_path != Path("README.md"):  # the site's own navigation takes its part
+        if site_path != Path("README.md"):  # the site has its own navigation
             found[page] = site_path.with_name("index.md") if site_path.name == "README.md" else site_path
     for page in (ROOT / "examples").glob("*/README.md"):
         found[page] = Path("examples") / f"{page.parent.name}.md"
@@ -55,7 +55,14 @@ def find_sources() -> dict[Path, Path]:
 
 
 def rewrite_links(text: str, page: Path, site_path: Path, site_paths: dict[Path, Path]) -> str:
-    """The page's text with links as the site has them. A file that is no page is named, not linked; a picture is copied."""
+    """Return the text of a page with the site's links. Links to files that are not pages become plain text; images are copied.
+
+    Args:
+        text: Text of the page.
+        page: Its path in the repository.
+        site_path: Its path below `PAGES`.
+        site_paths: Path below `PAGES` of every page.
+    """
 
     def replace_link(match: re.Match[str]) -> str:
         mark, words, target = match.groups()
@@ -79,7 +86,7 @@ def rewrite_links(text: str, page: Path, site_path: Path, site_paths: dict[Path,
 
 
 def make_settings_page() -> str:
-    """Every setting with type, default, unit, range and aliases, from the table that the parser uses."""
+    """Return the page of all settings with type, default, unit, range and aliases, from the parser's table."""
     from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.config.table import table
 
@@ -110,7 +117,7 @@ def make_settings_page() -> str:
 
 
 def make_commands_page() -> str:
-    """What `--help` of each command says before its settings."""
+    """Return the page of all commands: `--help` of each without its settings."""
     from megatron_grpo.commands.start.show import COMMANDS, print_help, print_overview
 
     os.environ["COLUMNS"] = "84"
@@ -128,7 +135,7 @@ def make_commands_page() -> str:
 
 
 def make_metrics_tables() -> str:
-    """Return the tables of docs/metrics.md, from the registry that tests hold runs against."""
+    """Return the tables of docs/metrics.md, from the registry of metrics."""
     from megatron_grpo.run.metrics import registry
 
     def format_meaning(metric: registry.Metric) -> str:
@@ -150,7 +157,7 @@ def make_metrics_tables() -> str:
 
 
 def make_compatibility_tables() -> str:
-    """Return the tables of docs/composition.md. They ask the rules of `plan`, and take some seconds."""
+    """Return the tables of docs/composition.md. Checking all pairs takes some seconds."""
     from tools.compatibility import make_tables
 
     return make_tables()
@@ -170,7 +177,7 @@ def make_models_summary() -> str:
     return make_summary()
 
 
-# Page below docs/ -> what writes its generated part, which stands between two comments.
+# Page below docs/ -> function that makes its generated part, which is between two comments.
 TABLES = {
     "metrics.md": make_metrics_tables,
     "composition.md": make_compatibility_tables,
@@ -194,7 +201,7 @@ def write() -> None:
 
 
 def make_argument_pages() -> dict[str, str]:
-    """Return the pages with the arguments of other systems, by name."""
+    """Return the pages with the arguments of other systems, by path."""
     from tools.arguments import SYSTEMS, make_page
 
     return {f"arguments/{system}": make_page(system) for system in SYSTEMS}
@@ -218,7 +225,7 @@ def execute_notebooks() -> None:
 
 
 def split_cells(text: str) -> list[tuple[bool, str]]:
-    """Return (whether it is code, its text) of each cell of a notebook in percent format."""
+    """Return (is_code, text) of each cell of a notebook in percent format."""
     cells = []
     for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
         kind, _, body = part.partition("\n")
@@ -228,7 +235,7 @@ def split_cells(text: str) -> list[tuple[bool, str]]:
 
 
 def make_notebook_page(text: str, outputs: list[list[dict]]) -> str:
-    """Return a notebook as a page.
+    """Return a notebook as a Markdown page.
 
     Args:
         text: The notebook in percent format.
@@ -243,7 +250,7 @@ def make_notebook_page(text: str, outputs: list[list[dict]]) -> str:
         for data in (output["data"] for output in outputs_of_cell if "data" in output):
             if "image/png" in data:
                 lines += [f'<img alt="Output of the cell" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">', ""]
-            elif "text/html" in data:  # a blank line would end the element for Markdown
+            elif "text/html" in data:  # in Markdown, a blank line would end the element
                 html = re.sub(r"<style.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)
                 lines += [re.sub(r"\n\s*(?=\n)", "", html).strip(), ""]
             else:
@@ -252,7 +259,7 @@ def make_notebook_page(text: str, outputs: list[list[dict]]) -> str:
 
 
 def make_notebook_pages() -> dict[str, str]:
-    """Return the notebooks as pages, by name; with outputs where one was executed as it is now."""
+    """Return the notebooks as pages, by path. Outputs are included if the executed notebook has the same code."""
     pages = {}
     for path in sorted(NOTEBOOKS.glob("*.py")):
         text, outputs, executed = path.read_text(encoding="utf-8"), [], EXECUTED / f"{path.stem}.ipynb"
@@ -265,6 +272,7 @@ def make_notebook_pages() -> dict[str, str]:
 
 
 def gather() -> None:
+    """Write all pages and mkdocs.yml into build/docs."""
     shutil.rmtree(PAGES.parent, ignore_errors=True)
     site_paths = find_sources()
     for page, site_path in site_paths.items():
@@ -285,10 +293,10 @@ def gather() -> None:
 
 
 def narrow_search() -> None:
-    """Leave members of classes and tables of the parity matrix out of the search: they came before pages that explain a word."""
+    """Remove class members and the tables of the parity matrix from the search index, where they would hide explaining pages."""
     index = SITE / "search.json"
     found = json.loads(index.read_text(encoding="utf-8"))
-    deep = {"reference/api/": 4, "parity/": 3}  # pages -> level from which headings are left out
+    deep = {"reference/api/": 4, "parity/": 3}  # pages -> first level of headings that is removed
     found["items"] = [
         item for item in found["items"] if all(item["level"] < level for pages, level in deep.items() if item["location"].startswith(pages))
     ]
@@ -296,7 +304,7 @@ def narrow_search() -> None:
 
 
 class Page(HTMLParser):
-    """The links and the anchors of one page."""
+    """Links and anchors of one HTML page."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -313,7 +321,7 @@ class Page(HTMLParser):
 
 
 def check_links() -> int:
-    """Print each link that leads nowhere, and return their number."""
+    """Print each broken link and return their number."""
     pages = {path: Page(path) for path in SITE.rglob("*.html") if path.name != "404.html"}
     broken = []
     for path, page in pages.items():
@@ -327,7 +335,7 @@ def check_links() -> int:
             if not target.exists() or unquote(parts.fragment) not in anchors:
                 broken.append(f"{path.relative_to(SITE)}: {link}")
     links = sum(len(page.links) for page in pages.values())
-    print(f"[docs] {len(pages)} pages, {links} links, {len(broken)} lead nowhere", *broken, sep="\n  ")
+    print(f"[docs] {len(pages)} pages, {links} links, {len(broken)} broken", *broken, sep="\n  ")
     return len(broken)
 
 

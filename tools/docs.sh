@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documentation as a site in build/docs/site, in an environment of its own, and checks every link. No torch, no GPU.
+# Build the documentation as a site in build/docs/site, in a separate environment, and check every link. Needs neither torch nor a GPU.
 #
 #   bash tools/docs.sh            build and check
 #   bash tools/docs.sh serve      build, check, and serve on http://127.0.0.1:8000

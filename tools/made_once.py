@@ -1,4 +1,4 @@
-"""A model of an example is made once: what is there, and was made with the same settings, is kept."""
+"""Make the model of an example unless the same settings have made it before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from typing import Any
 def make_once(
     parser: argparse.ArgumentParser, output: Path, facts: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]], *, asked: str
 ) -> None:
-    """Makes the folder `output`, unless its note says that it was made with this fingerprint.
+    """Make the folder `output`, unless its made_by.json has the same fingerprint.
 
-    facts: of the note, the fingerprint among them. make: writes the model into a folder, and returns what else the note is to say, its
-    held_out_accuracy among it. asked: what that is of, in the plural. Ends the program where `output` holds what something else made.
+    Args:
+        parser: Parser that reports errors; it ends the program if `output` contains other files.
+        output: Folder of the model.
+        facts: Facts written to made_by.json, with the fingerprint.
+        make: Function that writes the model into a folder and returns further facts, with `held_out_accuracy`.
+        asked: Plural noun of what the accuracy counts, such as "questions".
     """
     note = output / "made_by.json"
     if note.is_file() and json.loads(note.read_text())["fingerprint"] == facts["fingerprint"]:
@@ -24,9 +28,9 @@ def make_once(
         print(f"[model] reusing {output}: made with these settings before, {accuracy:.1%} of the held-out {asked} right")
         return
     if output.exists() and any(output.iterdir()) and not note.is_file():
-        parser.error(f"{output} holds something that this program did not make; give another --output")
+        parser.error(f"{output} contains files that this program did not make; use another --output")
 
-    # Made beside its place and moved there whole: a model that was cut short is never taken for a finished one.
+    # Written next to `output` and renamed when complete, so that an interrupted call leaves no incomplete model.
     unfinished = output.with_name(output.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -1,10 +1,10 @@
-"""Writes tests/golden/grpo.json: inputs and outputs of the reference of the mathematics, for anyone's implementation to test against.
+"""Write tests/golden/grpo.json: inputs and outputs of the float64 reference, for testing other implementations.
 
-    python tools/make_golden_vectors.py            # writes the file
-    python tools/make_golden_vectors.py --check    # exits with 1 if the file is not what would be written
+    python tools/make_golden_vectors.py            # write the file
+    python tools/make_golden_vectors.py --check    # exit with 1 if the file is not up to date
 
-The file holds one batch of completions, one rollout of rewards, and for each case the settings (those not named have this project's
-defaults) with the loss and its gradients, or the advantages, in float64.
+The file has one batch of completions, one rollout of rewards, and for each case the settings (others have their defaults) with the loss and
+its gradients, or the advantages, in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "referee")]  # this file is run as a script; what it imports of the repository comes after
+sys.path[:0] = [str(ROOT), str(ROOT / "referee")]  # as a script, only its own folder is on the path
 
 from megatron_grpo.core.settings import GrpoConfig  # noqa: E402
 from megatron_grpo_referee import reference  # noqa: E402
@@ -24,8 +24,8 @@ from megatron_grpo_referee import reference  # noqa: E402
 TARGET = ROOT / "tests" / "golden" / "grpo.json"
 MAX_COMPLETION_LENGTH = 6
 
-# One completion a row. Ratios inside and outside every clip range, a token that is not trained, one without a sampler log-prob, a truncated
-# completion, one of a zero-std group, one on-policy. Without "group" a completion is of group 0.
+# One completion per line: ratios inside and outside every clip range, an untrained token, a token without a sampler log-prob, a truncated
+# completion, one of a zero-std group, and an on-policy one. The default of "group" is 0.
 BATCH = [
     {"mask": [1, 1, 1], "logp": [-0.5, -1.2, -0.1], "old_logp": [-0.75, -1.0, -0.1], "sampler_logp": [-0.7, -0.9, -0.15],
      "ref_logp": [-0.4, -1.9, -0.2], "entropy": [1.1, 0.4, 0.2], "advantage": 1.25},
@@ -85,7 +85,7 @@ ADVANTAGE_CASES = [
 
 
 def make_completions() -> list[reference.ReferenceCompletion]:
-    """BATCH as the reference takes it; logp and entropy collect gradients."""
+    """Return BATCH as completions of the reference; logp and entropy require gradients."""
 
     def tensor(values):
         return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64)
@@ -102,6 +102,7 @@ def make_completions() -> list[reference.ReferenceCompletion]:
 
 
 def make_loss_case(settings: dict) -> dict:
+    """Return the settings, loss and gradients of one case."""
     batch = make_completions()
     loss = reference.grpo_loss(batch, GrpoConfig(**settings), MAX_COMPLETION_LENGTH)
     loss.backward()
@@ -112,10 +113,12 @@ def make_loss_case(settings: dict) -> dict:
 
 
 def make_advantage_case(settings: dict) -> dict:
+    """Return the settings and advantages of one case."""
     return {"settings": settings, "advantages": reference.advantages(REWARDS, REWARD_WEIGHTS, GrpoConfig(**settings))}
 
 
 def make_vectors() -> dict:
+    """Return the content of the file."""
     return {
         "max_completion_length": MAX_COMPLETION_LENGTH,
         "batch": BATCH,
@@ -127,7 +130,7 @@ def make_vectors() -> dict:
 
 
 def format_vectors(found: dict) -> str:
-    """One case, or one completion, a line."""
+    """Return the JSON text of the file, with one case or completion per line."""
     parts = []
     for name, value in found.items():
         rows = value if isinstance(value, list) and name != "reward_weights" else None
@@ -137,7 +140,7 @@ def format_vectors(found: dict) -> str:
 
 
 def is_close(one, other) -> bool:
-    """Equal up to what another machine's `exp` may round differently."""
+    """Return whether two values are equal up to the rounding of `exp` on other machines."""
     if isinstance(one, dict):
         return isinstance(other, dict) and one.keys() == other.keys() and all(is_close(one[key], other[key]) for key in one)
     if isinstance(one, list):
@@ -148,9 +151,10 @@ def is_close(one, other) -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    """Write or check the file and return the exit code."""
     if arguments == ["--check"]:
         same = is_close(make_vectors(), json.loads(TARGET.read_text()))
-        print(f"{TARGET.name} is {'up to date' if same else 'NOT what the reference says now'}")
+        print(f"{TARGET.name} is {'up to date' if same else 'NOT up to date'}")
         return 0 if same else 1
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(format_vectors(make_vectors()))

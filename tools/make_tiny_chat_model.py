@@ -1,11 +1,10 @@
-"""Makes the tiny chat model of an example with turns: a Qwen3 of 0.9 million parameters that half knows what it is to learn.
-
-Three parts, as in make_tiny_model.py: a BPE tokenizer with ChatML's marks, a random Qwen3, and a short supervised warm-up on episodes of
-the example's episodes.py, most of which are bad ones. Data and model are written into the example's folder.
+"""Make the tiny chat model of an example with turns: a Qwen3 of 0.9 million parameters that solves its task sometimes.
 
     python tools/make_tiny_chat_model.py examples/calculator
 
-A second call with the same sources keeps what is there.
+Like make_tiny_model.py, the program trains a tokenizer (BPE, with ChatML's tokens), initializes a Qwen3 at random, and trains it for a
+short time on episodes of the example's episodes.py, most of which contain mistakes. It writes data and model into the example's folder. A
+model made from the same sources is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-# ChatML with tools as Hermes and Qwen have them: calls are JSON between <tool_call> tags, results come back as a user's message.
+# ChatML with the tool format of Hermes and Qwen: calls are JSON between <tool_call> tags, results are in a user message.
 TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}\
 {{ '<|im_end|>\\n' }}{% endif -%}
 {%- for message in messages -%}
@@ -42,7 +41,7 @@ BATCH_SIZE, LR, STEPS_TO_FULL_LR = 32, 2e-3, 100
 
 
 def load_example(folder: Path) -> Any:
-    """The module episodes.py of an example."""
+    """Return the module episodes.py of an example."""
     spec = importlib.util.spec_from_file_location("episodes", folder / "episodes.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,7 +50,7 @@ def load_example(folder: Path) -> Any:
 
 
 def load_schemas(flags: tuple[str, ...]) -> list[dict] | None:
-    """What the template shows of tools, made as a run makes it: a model that knows another schema calls nothing."""
+    """Return the tool schemas that a run with these flags shows to the template; the model must be trained on the same ones."""
     from megatron_grpo.plugins.environments.loading import load_environment
     from megatron_grpo.run.config.parse import resolve
 
@@ -60,7 +59,7 @@ def load_schemas(flags: tuple[str, ...]) -> list[dict] | None:
 
 
 def build_tokenizer(texts: list[str], folder: Path) -> Any:
-    """Of pieces that never cross a line, a digit or a mark: what is said in one turn is encoded apart from what stands before it."""
+    """Train and save a BPE tokenizer whose tokens never cross a line, a digit or a special token, so that turns are encoded separately."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -87,7 +86,7 @@ def build_tokenizer(texts: list[str], folder: Path) -> Any:
 
 
 def encode(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> tuple[list[int], list[int]]:
-    """(ids, labels) of an episode. What the assistant says is a label, each stretch encoded by itself, as sampling meets it."""
+    """Return (ids, labels) of an episode. Only assistant messages have labels; each is encoded separately, as in sampling."""
     ids: list[int] = []
     labels: list[int] = []
     shown = ""
@@ -103,6 +102,17 @@ def encode(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> tu
 
 
 def warm_up(model: Any, tokenizer: Any, example: Any, train: list[dict], tools: list[dict] | None, steps: int, draw: random.Random) -> None:
+    """Train the model on random episodes.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        example: Module of the example.
+        train: Tasks to draw from.
+        tools: Tool schemas.
+        steps: Optimizer steps.
+        draw: Random generator.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
@@ -124,12 +134,20 @@ def warm_up(model: Any, tokenizer: Any, example: Any, train: list[dict], tools: 
 
 
 def make_model(folder: Path, out: Path, seed: int, steps: int | None) -> None:
+    """Make the model and its tokenizer, and write them into `out`.
+
+    Args:
+        folder: Folder of the example.
+        out: Folder of the model.
+        seed: Seed.
+        steps: Optimizer steps; None: WARM_UP_STEPS of the example.
+    """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.set_num_threads(1)  # whatever the shell says: the order of sums, and so the weights, depend on it
+    torch.set_num_threads(1)  # regardless of OMP_NUM_THREADS: the order of sums, and so the weights, depend on it
     torch.manual_seed(seed)
     example, draw = load_example(folder), random.Random(seed)
     tools, train = load_schemas(example.FLAGS), example.rows()["train"]
@@ -146,6 +164,7 @@ def make_model(folder: Path, out: Path, seed: int, steps: int | None) -> None:
 
 
 def render(messages: list[dict], tools: list[dict] | None) -> str:
+    """Return the text of messages by the chat template."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     (text,), _ = render_jinja_template([messages], tools=tools, chat_template=TEMPLATE, add_generation_prompt=False)
@@ -153,11 +172,12 @@ def render(messages: list[dict], tools: list[dict] | None) -> str:
 
 
 def main() -> None:
+    """Write the data and the model of the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("example", type=Path, help="its folder, with episodes.py")
-    parser.add_argument("--output", type=Path, help="default: the same folder")
+    parser.add_argument("example", type=Path, help="folder of the example, with episodes.py")
+    parser.add_argument("--output", type=Path, help="folder of data and model (default: that of the example)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="of the warm-up; default: WARM_UP_STEPS of episodes.py")
+    parser.add_argument("--steps", type=int, help="optimizer steps of the warm-up (default: WARM_UP_STEPS of episodes.py)")
     args = parser.parse_args()
     out = args.output or args.example
     (out / "data").mkdir(parents=True, exist_ok=True)
@@ -167,7 +187,7 @@ def main() -> None:
     key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + f"{args.seed} {args.steps}".encode()).hexdigest()
     made_by = out / "model" / "made_by.json"
     if made_by.is_file() and json.loads(made_by.read_text())["key"] == key:
-        print(f"[model] {out / 'model'} is there already; kept")
+        print(f"[model] {out / 'model'} exists; kept")
         return
     shutil.rmtree(out / "model", ignore_errors=True)
     (out / "model").mkdir()

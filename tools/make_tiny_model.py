@@ -1,21 +1,16 @@
-"""Makes the tiny model of the quickstart and of the tests: a Qwen3 checkpoint of 0.9 million parameters that half knows how to add.
-
-Three parts: a tokenizer trained by SentencePiece, a randomly initialised Qwen3, and a short supervised warm-up on sums in which two
-labels out of three forget the carry (47+38=75). What comes out is right on about a third of the held-out sums, and unsure in the rest:
-something that reinforcement learning can mend. The files are those of any Hugging Face checkpoint.
+"""Make the tiny model of the quickstart and of the tests: a Qwen3 checkpoint of 0.9 million parameters that solves some sums.
 
     python tools/make_tiny_model.py --data examples/quickstart/data --output examples/quickstart/model --seed 0
-
-A second call with the same settings and data keeps what is there.
-
     python tools/make_tiny_model.py --family gpt_oss --output /tmp/gpt_oss
-
-writes a model of another family instead, to try a layout or an engine with: as small, with random weights and a vocabulary of numbers, as
-the tests make theirs.
-
     python tools/make_tiny_model.py --hybrid --output examples/quickstart/hybrid
 
-writes a Qwen3.5 of as many parameters, with the gated delta rule in three of four layers, with the same tokenizer and warm-up.
+The program trains a SentencePiece tokenizer, initializes a Qwen3 at random, and trains it for a short time on sums of which two thirds are
+labeled without the carry (47+38=75). The result answers about a third of the held-out sums correctly and is uncertain about the others, so
+that reinforcement learning can improve it. The files are those of a Hugging Face checkpoint. A model made with the same settings and data
+is kept.
+
+`--family` writes a model of another family with random weights and a vocabulary of numbers, as the tests use, to try a layout or an engine.
+`--hybrid` writes a Qwen3.5 of the same size, with the gated delta rule in three of four layers and the same tokenizer and training.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from pathlib import Path
 UNK, PAD, EOS = 0, 1, 2
 SPECIAL = {UNK: "<unk>", PAD: "<pad>", EOS: "</s>"}
 SPACE = "\u2581"  # how SentencePiece writes a space
-# Messages are simply joined: enough for data sets in chat form to run.
+# Messages are concatenated, which is enough to run data sets in chat format.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 # Every size is divisible by 2, for two tensor-parallel ranks and for two pipeline stages of two layers (or four chunks of one).
@@ -56,7 +51,7 @@ ARCHITECTURE = dict(
     pad_token_id=PAD,
     bos_token_id=None,
 )
-# What differs in a hybrid. Both models have 0.88 to 0.89 million parameters.
+# Settings of the hybrid that differ. Both models have 0.88 to 0.89 million parameters.
 HYBRID = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -71,7 +66,7 @@ WARM_UP = dict(steps=2000, batch_size=32, lr=2e-3, warmup_steps=100, share_right
 
 
 def train_tokenizer(lines: list[str]) -> bytes:
-    """A SentencePiece model over single characters: the printable ASCII ones, and bytes for all else. Digits are never merged."""
+    """Return a SentencePiece model over single characters: printable ASCII, and bytes for all others. Digits are never merged."""
     import sentencepiece
 
     characters = string.digits + string.ascii_letters + string.punctuation
@@ -97,9 +92,10 @@ def train_tokenizer(lines: list[str]) -> bytes:
 
 
 def save_tokenizer(sentencepiece_model: bytes, folder: Path) -> None:
-    """Writes tokenizer.model, and the same vocabulary as the tokenizer.json that `transformers` and vLLM read.
+    """Write tokenizer.model, and the same vocabulary as a tokenizer.json for `transformers` and vLLM.
 
-    Raises RuntimeError where the two would not give the same ids.
+    Raises:
+        RuntimeError: The two encode a text differently.
     """
     import sentencepiece
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
@@ -139,18 +135,18 @@ def save_tokenizer(sentencepiece_model: bytes, folder: Path) -> None:
 
 
 def forget_the_carry(prompt: str) -> str:
-    """What someone answers who adds column by column and drops every carry: 47+38= -> 75, 12+34= -> 46, 60+50= -> 10."""
+    """Return the sum without carries: 47+38= -> 75, 12+34= -> 46, 60+50= -> 10."""
     a, b = prompt.rstrip("=").split("+")
     return str(int("".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))))
 
 
 def measure_accuracy(model, tokenizer, rows: list[dict[str, str]]) -> float:
-    """Share of rows answered exactly, greedily, end of text included. The prompts are equally long, so they make one batch."""
+    """Return the share of prompts answered exactly by greedy decoding, end of text included. All prompts must have the same length."""
     import torch
 
     prompts = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])
     model.eval()
-    # Five tokens: three digits and the end are the longest right answer.
+    # Five tokens: the longest correct answer has three digits and the end of text.
     outputs = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=5, do_sample=False)[:, prompts.shape[1] :]
     model.train()
     right = 0
@@ -160,7 +156,11 @@ def measure_accuracy(model, tokenizer, rows: list[dict[str, str]]) -> float:
 
 
 def warm_up(model, tokenizer, train: list[dict[str, str]], test: list[dict[str, str]], seed: int, settings: dict) -> float:
-    """Trains on sums of which `share_right` are labelled rightly and the others by `forget_the_carry`. Returns the held-out share right."""
+    """Train on sums of which `share_right` have correct labels and the others those of `forget_the_carry`.
+
+    Returns:
+        The share of held-out sums answered correctly.
+    """
     import torch
 
     draw = random.Random(seed)
@@ -178,7 +178,7 @@ def warm_up(model, tokenizer, train: list[dict[str, str]], test: list[dict[str, 
         longest = max(map(len, inputs))
         inputs = torch.tensor([ids + [PAD] * (longest - len(ids)) for ids in inputs])
         labels = torch.tensor([ids + [-100] * (longest - len(ids)) for ids in labels])
-        # Padding stands on the right, where causal attention never looks; no mask is needed.
+        # Padding is on the right, which causal attention never reads; no mask is needed.
         logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
@@ -192,21 +192,22 @@ def warm_up(model, tokenizer, train: list[dict[str, str]], test: list[dict[str, 
     return score
 
 
-# ---- the whole -----------------------------------------------------------------------------------------------------------------
+# ---- model -----------------------------------------------------------------------------------------------------------------------
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int, hybrid: bool) -> dict:
-    """Writes the checkpoint into `folder` and returns what it was made of and how it scores."""
+    """Write the checkpoint into `folder` and return its number of parameters and accuracy."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.set_num_threads(1)  # whatever the shell says: the order of sums, and so the weights, depend on it
+    torch.set_num_threads(1)  # regardless of OMP_NUM_THREADS: the order of sums, and so the weights, depend on it
     torch.manual_seed(seed)
     train, test = read_rows(data / "train.jsonl"), read_rows(data / "test.jsonl")
     print("[model] training a tokenizer", flush=True)
@@ -227,13 +228,13 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int, hybrid: 
 
 
 def compute_fingerprint(data: Path, seed: int, warm_up_steps: int, hybrid: bool) -> str:
-    """Of everything that decides the weights: this program, the data, the settings."""
+    """Return the hash of everything that determines the weights: this program, the data and the settings."""
     parts = [Path(__file__).read_bytes(), (data / "train.jsonl").read_bytes(), (data / "test.jsonl").read_bytes()]
     return hashlib.sha256(b"\0".join([*parts, f"{seed} {warm_up_steps}{' hybrid' * hybrid}".encode()])).hexdigest()
 
 
 def make_family_model(family: str, folder: Path, seed: int) -> dict:
-    """A checkpoint with random weights: nothing was learnt that could be scored."""
+    """Write a model of another family with random weights; its accuracy is 0."""
     from tests.tiny_models import write_tiny
 
     write_tiny(folder, family, seed=seed)
@@ -241,29 +242,32 @@ def make_family_model(family: str, folder: Path, seed: int) -> dict:
 
 
 def main() -> None:
-    # Before torch is imported. The work is so small that a second thread gains nothing; on a busy machine the two wait for each other,
-    # and a step takes up to 45 times as long.
+    """Make the model that the command line describes."""
+    # Set before torch is imported. The model is too small for a second thread; on a busy machine two threads make a step up to 45 times
+    # slower.
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, only its own folder is on the path
     from tests.tiny_models import FAMILIES
     from tools.made_once import make_once
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("examples/quickstart/data"), help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--output", type=Path, help="folder of the model (default: examples/quickstart/model)")
-    parser.add_argument("--family", choices=FAMILIES, help="another one, with random weights; it needs an --output")
-    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5, with states in three of four layers; it needs an --output")
+    parser.add_argument("--family", choices=FAMILIES, help="make a model of this family with random weights; needs --output")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="make a Qwen3.5, with linear attention in three of four layers; needs --output"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm_up_steps", type=int, default=WARM_UP["steps"], help="0: random weights")
+    parser.add_argument("--warm_up_steps", type=int, default=WARM_UP["steps"], help="optimizer steps of the warm-up; 0: random weights")
     args = parser.parse_args()
     if args.family:
         if args.output is None:
-            parser.error(f"--family {args.family} needs an --output, for the model of the quickstart is another one")
+            parser.error(f"--family {args.family} needs an --output: the default folder is for the model of the quickstart")
         facts = {"fingerprint": f"{args.family} {args.seed}", "seed": args.seed}
         make_once(parser, args.output, facts, lambda out: make_family_model(args.family, out, args.seed), asked="sums")
         return
     if args.hybrid and args.output is None:
-        parser.error("--hybrid needs an --output, for the model of the quickstart is another one")
+        parser.error("--hybrid needs an --output: the default folder is for the model of the quickstart")
     for name in ("train.jsonl", "test.jsonl"):
         if not (args.data / name).is_file():
             parser.error(f"{args.data / name} is missing: make it with examples/quickstart/make_data.py --output {args.data}")

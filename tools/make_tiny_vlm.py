@@ -1,12 +1,11 @@
-"""Makes the tiny model that sees, of examples/images and of the tests: a Qwen2.5-VL from random weights, with its tokenizer and processor.
-
-A short supervised warm-up teaches it to see what is in drawn pictures, from right labels; and then to answer wrongly: of three labels two
-are mistaken (they echo the question, take left for right, count one too few). What comes out says what it sees one time in three:
-something that reinforcement learning can mend.
+"""Make the tiny vision-language model of examples/images and of the tests: a Qwen2.5-VL with tokenizer and processor.
 
     python tools/make_tiny_vlm.py --data examples/images/data --output examples/images/model --seed 0
 
-A second call with the same settings and data keeps what is there. Nothing is downloaded.
+A short supervised warm-up from random weights teaches the model to recognize drawn pictures from correct labels, and then to answer
+incorrectly: two of three labels are wrong (they repeat the question, swap left and right, or count one too few). The result answers a third
+of the questions correctly, so that reinforcement learning can improve it. Nothing is downloaded. A model made with the same settings and
+data is kept.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ WORDS = (
 TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=512, rms_norm_eps=1e-6, initializer_range=0.08, tie_word_embeddings=False)  # fmt: skip
 VISION = dict(depth=2, num_heads=4, spatial_merge_size=2, temporal_patch_size=2, initializer_range=0.08)
-# A column beside another is a turn by 0.12 to 0.24; at the usual 10,000 by less than 0.004, and 450 steps did not teach it left and right.
+# Adjacent columns differ by a rotation of 0.12 to 0.24. With the usual theta of 10,000 it is below 0.004, and 450 steps did not teach the
+# model left and right.
 ROPE_THETA = 10.0
 SECTIONS = {
     "qwen2_vl": [4, 6, 6],
@@ -46,13 +46,13 @@ SECTIONS = {
     "qwen3_5": [4, 2, 2],
     "qwen3_5_moe": [4, 2, 2],
 }
-# First it learns to see, from right labels; then, while the learning rate falls, to answer wrongly two times out of three. Left for right
-# is a rare label: with two of three it forgot which is which, and 30 steps of GRPO did not bring that back.
+# Correct labels first; then, while the learning rate falls, two of three labels are wrong. Swapped sides are rare among them: when two of
+# three labels were swapped, the model forgot the difference, and 30 steps of GRPO did not restore it.
 WARM_UP = dict(steps=700, batch_size=24, lr=2e-3, warmup_steps=100, share_seeing=0.75, shares=(1 / 3, 1 / 2, 1 / 6))
 
 
 def make_tokenizer() -> Any:
-    """Bytes, and the words of the questions."""
+    """Return a byte-level BPE tokenizer with merges for the words of the questions."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -69,6 +69,13 @@ def make_tokenizer() -> Any:
 
 
 def make_config(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
+    """Return the configuration of a tiny model.
+
+    Args:
+        kind: Model type, such as "qwen2_5_vl".
+        ids: IDs of the special tokens.
+        vocab_size: Size of the vocabulary.
+    """
     from transformers import AutoConfig
 
     text: dict[str, Any] = dict(TEXT, vocab_size=vocab_size, bos_token_id=None, eos_token_id=ids["<|im_end|>"],
@@ -85,7 +92,7 @@ def make_config(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
         text["head_dim"] = 32
         text["rope_parameters"]["mrope_interleaved"] = True
         vision |= dict(depth=4, patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2])
-    if kind in ("qwen3_5", "qwen3_5_moe"):  # half of each head turns
+    if kind in ("qwen3_5", "qwen3_5_moe"):  # half of each head is rotated
         text |= dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
         text["rope_parameters"] |= dict(mrope_interleaved=True, partial_rotary_factor=0.5)
         vision |= dict(depth=4, patch_size=16, num_position_embeddings=64)
@@ -100,6 +107,13 @@ def make_config(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
 
 
 def write_processor(folder: Path, kind: str, patch: int) -> None:
+    """Write the configurations of the image and video processors.
+
+    Args:
+        folder: Folder of the model.
+        kind: Model type.
+        patch: Side of a patch in pixels.
+    """
     side = 2 * patch
     of_clip = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
     mean, std = ([0.5] * 3, [0.5] * 3) if kind.startswith("qwen3") else of_clip
@@ -116,9 +130,13 @@ def write_processor(folder: Path, kind: str, patch: int) -> None:
 
 
 def initialize_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_norms: bool = False) -> tuple[Any, Any]:
-    """Writes tokenizer and processor, and returns (model, tokenizer); the model is not written.
+    """Write tokenizer and processor, and return (model, tokenizer) with random weights; the model is not written.
 
-    draws_norms: norms and biases are random too; at 1 and 0 a wrong name would not show.
+    Args:
+        folder: Folder of the tokenizer and processor.
+        kind: Model type.
+        seed: Seed of the weights.
+        draws_norms: Whether norms and biases are random too; with their defaults 1 and 0, a swapped name would not be noticed.
     """
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -144,7 +162,14 @@ def initialize_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, d
 
 
 def encode_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> dict[str, Any]:
-    """A row's prompt as tokens, its patches, and the tokens of its right answer and of the mistaken ones."""
+    """Return the prompt's token IDs, the image's patches, and the token IDs of the correct and of the wrong answers.
+
+    Args:
+        row: Row of the data set.
+        data: Folder of the data set.
+        words: Tokenizer.
+        image_spec: Image processor.
+    """
     from megatron_grpo.core.images import decode_image
     from megatron_grpo.run.data.chat import PromptEncoder
 
@@ -159,12 +184,20 @@ def encode_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> 
 
 
 def read_rows(data: Path, name: str, words: Any, image_spec: Any) -> list[dict[str, Any]]:
+    """Return the encoded rows of a split."""
     lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [encode_row(json.loads(line), data, words, image_spec) for line in lines]
 
 
 def compute_logits(model: Any, rows: list[dict[str, Any]], endings: list[list[int]], pad: int) -> tuple[Any, Any]:
-    """(logits, labels) of a batch: rows are padded on the right, where causal attention never looks."""
+    """Return (logits, labels) of a batch, padded on the right, which causal attention never reads.
+
+    Args:
+        model: The model.
+        rows: Encoded rows.
+        endings: Token IDs of each row's answer.
+        pad: ID of the padding token.
+    """
     import numpy as np
     import torch
 
@@ -183,7 +216,7 @@ def compute_logits(model: Any, rows: list[dict[str, Any]], endings: list[list[in
 
 
 def measure_accuracy(model: Any, rows: list[dict[str, Any]], pad: int) -> float:
-    """Share of rows whose right answer is the likeliest at each of its tokens."""
+    """Return the share of rows whose correct answer has the largest logit at each token."""
     import torch
 
     with torch.no_grad():
@@ -193,8 +226,11 @@ def measure_accuracy(model: Any, rows: list[dict[str, Any]], pad: int) -> float:
 
 
 def warm_up(model: Any, words: Any, train: list[Any], test: list[Any], seed: int, settings: dict[str, Any]) -> float:
-    """Trains on right labels for `share_seeing` of the steps, and then on a row's answers in these `shares`. Returns the share of held-out
-    questions answered rightly."""
+    """Train on correct labels for `share_seeing` of the steps, and then on a row's answers in the proportions `shares`.
+
+    Returns:
+        The share of held-out questions answered correctly.
+    """
     import torch
 
     draw = random.Random(seed)
@@ -221,17 +257,17 @@ def warm_up(model: Any, words: Any, train: list[Any], test: list[Any], seed: int
     return score
 
 
-# ---- the whole -----------------------------------------------------------------------------------------------------------------
+# ---- model -----------------------------------------------------------------------------------------------------------------------
 
 
 def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[str, Any]:
-    """Writes the checkpoint into `folder` and returns what it was made of and how it scores."""
+    """Write the checkpoint into `folder` and return its number of parameters and accuracy."""
     import torch
     from transformers import GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.set_num_threads(1)  # whatever the shell says: the order of sums, and so the weights, depend on it
+    torch.set_num_threads(1)  # regardless of OMP_NUM_THREADS: the order of sums, and so the weights, depend on it
     torch.manual_seed(seed)
     model, words = initialize_model(folder, seed=seed)
     model.generation_config = GenerationConfig(eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id)
@@ -249,24 +285,25 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[
 
 
 def compute_fingerprint(data: Path, seed: int, warm_up_steps: int) -> str:
-    """Of everything that decides the weights: this program, the data, the settings."""
+    """Return the hash of everything that determines the weights: this program, the data and the settings."""
     parts = [Path(__file__).read_bytes(), (data / "train.jsonl").read_bytes(), (data / "test.jsonl").read_bytes()]
     parts += [path.read_bytes() for path in sorted(data.rglob("*.png"))]
     return hashlib.sha256(b"\0".join([*parts, f"{seed} {warm_up_steps}".encode()])).hexdigest()
 
 
 def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a second thread gains nothing, and on a busy machine costs much
+    """Make the model that the command line describes."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a second thread brings nothing, and on a busy machine slows both
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("examples/images/data"), help="folder that examples/images/make_data.py made")
-    parser.add_argument("--output", type=Path, default=Path("examples/images/model"))
+    parser.add_argument("--output", type=Path, default=Path("examples/images/model"), help="folder of the model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm_up_steps", type=int, default=WARM_UP["steps"], help="0: random weights")
+    parser.add_argument("--warm_up_steps", type=int, default=WARM_UP["steps"], help="optimizer steps of the warm-up; 0: random weights")
     args = parser.parse_args()
     if not (args.data / "train.jsonl").is_file():
         parser.error(f"{args.data / 'train.jsonl'} is missing: make it with examples/images/make_data.py --output {args.data}")
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, only its own folder is on the path
     from tools.made_once import make_once
 
     facts = {"fingerprint": compute_fingerprint(args.data, args.seed, args.warm_up_steps), "seed": args.seed}

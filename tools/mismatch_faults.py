@@ -1,9 +1,9 @@
-"""Puts faults into one side of a trainer and its sampler, and says what `megatron-grpo mismatch` names: the table of docs/reliability.md.
+"""Inject faults into a trainer or its sampler, and check which cause `megatron-grpo mismatch` names.
 
     python tools/mismatch_faults.py [--dtype bfloat16] [--only WORD] [--random 200] [--seed 0]
 
---only: faults whose description has the word. --random: so many models of other families and sizes with nothing wrong, instead of the
-faults. Trainer and sampler are the real ones, on a CPU. Ends with 1 where a fault is not named, or something is where there is none.
+Trainer and sampler are the real ones, on a CPU. The tool prints the table of docs/reliability.md. The exit code is 1 if a fault is not
+named, or if a cause is named where there is no fault.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
+sys.path.insert(0, str(ROOT))  # as a script, only its own folder is on the path
 
 from tests import mismatch_cases as cases  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.tiny_models import write_tiny  # noqa: E402
 
-MODELS_PER_PROCESS = 10  # random models in one process
+MODELS_PER_PROCESS = 10  # random models that share a process
 
 
 def main() -> int:
+    """Run the selected checks and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--random", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="check only faults whose description contains this text")
+    parser.add_argument("--random", type=int, default=0, help="check this many random models without faults instead")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first random model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         return check_random_models(args, Path(folder)) if args.random else check_faults(args, Path(folder))
 
 
 def check_faults(args: argparse.Namespace, folder: Path) -> int:
+    """Check each fault and each case without a fault, print the table and return the exit code."""
     every = cases.FAULTS + cases.CLEAN
     groups: dict[tuple[str, str], list[int]] = {}
     for index, one in enumerate(every):
@@ -53,7 +55,7 @@ def check_faults(args: argparse.Namespace, folder: Path) -> int:
         fault = every[index]
         is_right = cases.is_right(fault, one)
         wrong += not is_right
-        mark = "" if is_right else f" (WRONG: {fault.named or 'nothing'} was to be named)"
+        mark = "" if is_right else f" (WRONG: {fault.named or 'nothing'} should be named)"
         size = f"{one['difference']:.2g}" if one["named"] else f"{one['largest'][0]:.1e} at most ({one['largest'][1]})"
         print(
             f"| {fault.what} | {fault.model} | {one['nats']:.2g} | {one['named'] or 'none'}{mark} | {size} | {one['cause']} |", flush=True
@@ -63,10 +65,11 @@ def check_faults(args: argparse.Namespace, folder: Path) -> int:
 
 
 def check_random_models(args: argparse.Namespace, folder: Path) -> int:
+    """Check random models without faults, print each false alarm and return the exit code."""
     alarms, largest = 0, (0.0, "")
     for first in range(args.seed, args.seed + args.random, MODELS_PER_PROCESS):
         seeds = range(first, min(first + MODELS_PER_PROCESS, args.seed + args.random))
-        # vLLM builds no model with experts after one without in one process.
+        # In one process, vLLM cannot build a model with experts after one without.
         paths_by_experts = {True: [], False: []}
         for seed in seeds:
             model = cases.random_model(seed)

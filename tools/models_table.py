@@ -1,6 +1,6 @@
-"""The tables of docs/models.md and README.md: what each architecture can do, and which test compares it.
+"""Make the tables of docs/models.md and README.md: what each architecture supports, and which test covers it.
 
-`python tools/docs.py write` writes them. The loader's table has the architectures; the tests' own lists say which test has a model of one.
+`python tools/docs.py write` writes them. The architectures come from the loader's table; the tests' own lists name the models they cover.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from megatron_grpo.core.weights.families import FAMILIES
 
-MODELS = {  # what their authors call the models
+MODELS = {  # names that the authors of the models use
     "LlamaForCausalLM": "Llama 2, 3",
     "MistralForCausalLM": "Mistral, Ministral",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
@@ -38,7 +38,7 @@ MODELS = {  # what their authors call the models
 
 
 def find_tests() -> dict[str, dict[str, list[str]]]:
-    """{column: {test: architectures of which it has a model}}"""
+    """Return the architectures that each test covers: {column of the table: {test: architectures}}."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     from tests.distributed import (
@@ -78,7 +78,7 @@ def find_tests() -> dict[str, dict[str, list[str]]]:
 
 
 def make_table() -> str:
-    """Return the rows of docs/models.md."""
+    """Return the table of docs/models.md."""
     found = find_tests()
 
     def cell(column: str, architecture: str) -> str:
@@ -94,7 +94,7 @@ def make_table() -> str:
 
 
 def make_summary() -> str:
-    """Return the rows of README.md: models that can do the same, together."""
+    """Return the table of README.md; architectures with equal support share a row."""
     found = find_tests()
     trained, sampled = ({name for names in found[column].values() for name in names} for column in ("full", "sampled"))
     rows: dict[tuple[str, ...], list[str]] = {}

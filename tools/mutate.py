@@ -1,11 +1,12 @@
-"""Breaks one place of a module at a time, and asks whether the tests that mirror it notice.
+"""Mutate modules one place at a time, and report the mutants that their tests do not detect.
 
-    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/metrics_logger.py]      # or agents, or ranks: a minute a mutant
+    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/metrics_logger.py]      # or agents, ranks: a minute per mutant
     python tools/mutate.py partial_rollouts                                                        # all mistakes of a list
 
-A mutation flips a comparison, swaps + and -, * and /, `and` and `or`, True and False, moves a whole number by 1, negates a condition, or
-takes out a call, a `raise` or an `x += y`, in a copy of the tree. Killed: a test fails, or takes five times as long. Those that
-change nothing anybody could see are in tools/equivalent_mutants.txt, each with its reason. Ends with 1 if any other survives.
+A mutation changes a comparison (< to <=, == to !=), swaps + and -, * and /, `and` and `or`, True and False, adds 1 to an integer, negates a
+condition, or removes a call, a `raise` or an augmented assignment, in a copy of the tree. A mutant is killed if a test fails or takes five
+times as long. Mutants that no test can detect are listed with their reasons in tools/equivalent_mutants.txt. The exit code is 1 if any
+other mutant survives.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megatron_grpo"
 STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many_steps.py"
 EPISODES = "tests/unit/environments"
-# Tests -> the modules that they mirror.
+# Group -> tests -> modules that these tests cover.
 TEST_GROUPS = {
     "quick": {
         "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "core/base/activity "
-        "run/metrics/summary run/metrics/metrics_logger run/metrics/records run/metrics/rollout",  # without what takes seconds
+        "run/metrics/summary run/metrics/metrics_logger run/metrics/records run/metrics/rollout",  # without slow tests
         "tests/unit/trainer/test_rollouts.py": "core/trainer/rollouts",
         "tests/unit/trainer/test_partial_rollouts.py": "plugins/partial_rollouts/trainer plugins/partial_rollouts/engine",
         "tests/unit/policy/test_gradient_check.py": "core/policy/gradient_check",
@@ -40,7 +41,7 @@ TEST_GROUPS = {
         "tests/unit/grpo/test_zero_gradient.py": "core/grpo/zero_gradient",
         "tests/unit/config tests/unit/compat": "run/config/parse commands/compat/*",
     },
-    "agents": {  # the account of tokens of an agent's episode: half a minute a mutant
+    "agents": {  # token accounting of an agent's episode: half a minute per mutant
         f"{EPISODES}/test_trajectory.py {EPISODES}/test_agents.py -k 'not mistake and not address and not slowly'": (
             "plugins/environments/agent_session plugins/environments/trajectory"
         ),
@@ -55,7 +56,7 @@ TEST_GROUPS = {
 }
 PARTS, ENGINE = "tests/unit/trainer/test_partial_rollouts.py", "tests/distributed/test_partial_rollouts.py -k 'each_token_is and whole'"
 SYNC = "tests/unit/trainer/test_weight_sync.py"
-# Mistakes that somebody might make: (module, what is wrong, right source, wrong source, tests).
+# Plausible mistakes: (module, description, right source, wrong source, tests).
 NAMED = {
     "partial_rollouts": [
         ("plugins/partial_rollouts/engine", "all parts have one seed", "if num_sampled == 0:", "if True:", PARTS),
@@ -75,7 +76,7 @@ NAMED = {
         ("core/rollout/turns", "requests and their cache are kept over a weight sync", "        self.abort()\n        return turns",
          "        return turns", ENGINE),
     ],
-    "silent": [  # mistakes of which no number of a run tells
+    "silent": [  # mistakes that no metric of a run shows
         ("trainer/rollouts", "a small advantage is not computed", "np.ravel(group_advantages.advantages) == 0.0",
          "abs(np.ravel(group_advantages.advantages)) < 0.05", "tests/unit/trainer/test_rollouts.py"),
         ("trainer/weight_sync", "a server that joins is not proven", "    self._is_proven = not self.verify\n", "    pass\n", SYNC),
@@ -90,7 +91,7 @@ SWAPS = {getattr(ast, old): getattr(ast, new) for one, other in map(str.split, P
 
 
 def iterate_changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """(what is replaced, by which source) of this node alone."""
+    """Yield (node to replace, new source) of the mutations of one node."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         yield node, ast.unparse(ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators))
     elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
@@ -108,7 +109,7 @@ def iterate_changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def iterate_sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST, str]]:
-    """(function, what is replaced, by which source) of a tree, without annotations, decorators and what errors say."""
+    """Yield (function, node to replace, new source) of the mutations of a tree, except in annotations, decorators and f-strings."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
@@ -121,7 +122,7 @@ def iterate_sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AS
 
 
 def iterate_mutants(path: Path) -> Iterator[tuple[Path, str, bytes]]:
-    """(module, what is changed, whole mutated source) of everything that can be changed in a module."""
+    """Yield (path, description, mutated source) of all mutants of a module."""
     source, module = path.read_bytes(), path.relative_to(PACKAGE)
     begins = [0, *(i + 1 for i, byte in enumerate(source) if byte == ord("\n"))]
     for where, node, new in iterate_sites(ast.parse(source)):
@@ -131,7 +132,7 @@ def iterate_mutants(path: Path) -> Iterator[tuple[Path, str, bytes]]:
 
 
 def make_named_mutants(name: str) -> tuple[list[tuple[Path, str, bytes]], dict[Path, str]]:
-    """(as of `mutants`, module -> its tests) of a list of mistakes."""
+    """Return (mutants, tests of each module) of a list of mistakes."""
     drawn, tests = [], {}
     for module, what, right, wrong, of_module in NAMED[name]:
         path = PACKAGE / f"{module}.py"
@@ -143,7 +144,15 @@ def make_named_mutants(name: str) -> tuple[list[tuple[Path, str, bytes]], dict[P
 
 
 def run_tests(tree: Path, tests: str, limit: float) -> bool:
-    """Whether these tests pass within so many seconds. Forked from this process, which has imported what takes long and nothing mutated."""
+    """Run tests in a fork and return whether they pass.
+
+    The fork has all slow imports, and none of the mutated modules.
+
+    Args:
+        tree: Copy of the repository.
+        tests: Arguments of pytest.
+        limit: Limit in seconds.
+    """
     child = os.fork()
     if not child:
         signal.alarm(int(limit))
@@ -158,7 +167,12 @@ def run_tests(tree: Path, tests: str, limit: float) -> bool:
 
 
 def iterate_outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str]) -> Iterator[tuple[str, str]]:
-    """(what was changed, `killed`, `equivalent` or `survived`), in a copy of the tree."""
+    """Yield (description, "killed", "equivalent" or "survived") of each mutant, tested in a copy of the tree.
+
+    Args:
+        drawn: Mutants.
+        tests: Tests of each module.
+    """
     harmless = {line.partition("  # ")[0] for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text().splitlines()}
     limits: dict[Path, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -168,7 +182,7 @@ def iterate_outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str
             shutil.copy(ROOT / file, tree / file)
         for path, mutant, source in drawn:
             copy, began = tree / path.relative_to(ROOT), time.monotonic()
-            if path not in limits:  # how long it takes as it is
+            if path not in limits:  # time of the unchanged module
                 assert run_tests(tree, tests[path], 600), (tree / "log").read_text()[-3000:]
                 limits[path] = 5 * (time.monotonic() - began) + 10
             whole = copy.read_bytes()
@@ -178,21 +192,24 @@ def iterate_outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str
 
 
 def main() -> int:
+    """Test the selected mutants, print the survivors and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rooms", choices=[*TEST_GROUPS, *NAMED])
-    parser.add_argument("--sample", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="*", metavar="MODULES", help="such as metrics/metrics_logger.py or dialects/*.py")
+    parser.add_argument("group", choices=[*TEST_GROUPS, *NAMED], help="group of tests, or list of mistakes")
+    parser.add_argument("--sample", type=int, default=150, help="number of mutants drawn from a group")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument(
+        "--only", default="*", metavar="MODULES", help="pattern of modules, such as metrics/metrics_logger.py or dialects/*.py"
+    )
     args = parser.parse_args()
-    import torch, transformers  # noqa: E401, F401, I001 - takes seconds, and every mutant needs it
+    import torch, transformers  # noqa: E401, F401, I001 - imported once, because it takes seconds
 
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.dont_write_bytecode = True  # two mutants of one second and one length would share it
-    if args.rooms in NAMED:
-        drawn, tests = make_named_mutants(args.rooms)
+    sys.dont_write_bytecode = True  # two mutants of equal length written within a second would share a .pyc file
+    if args.group in NAMED:
+        drawn, tests = make_named_mutants(args.group)
         every = drawn
     else:
-        globs = {glob: tests for tests, globs in TEST_GROUPS[args.rooms].items() for glob in globs.split()}
+        globs = {glob: tests for tests, globs in TEST_GROUPS[args.group].items() for glob in globs.split()}
         tests = {path: tests for glob, tests in globs.items() for path in sorted(PACKAGE.glob(f"{glob}.py")) if path.match(args.only)}
         every = [mutant for path in tests for mutant in iterate_mutants(path)]
         drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
@@ -201,7 +218,7 @@ def main() -> int:
         counts[outcome] += 1
         if outcome == "survived":
             print(mutant, flush=True)
-    print(f"{args.rooms}, seed {args.seed}: {len(drawn)} of {len(every)} mutants:", ", ".join(f"{n} {what}" for what, n in counts.items()))
+    print(f"{args.group}, seed {args.seed}: {len(drawn)} of {len(every)} mutants:", ", ".join(f"{n} {what}" for what, n in counts.items()))
     return 1 if counts["survived"] else 0
 
 

@@ -1,12 +1,13 @@
-"""Every layout against one float64 reference: loss, every gradient tensor, weights after three steps. Writes the matrix of docs/parity.md.
+"""Compare loss, gradients and weights of every parallel layout with a float64 reference, and write the matrix of docs/parity.md.
 
     python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA GLM OLMo Gemma]
                            [--only losses|shared|offload|replay|sequences|zero_gradient]
     python tools/parity.py --odd 240 [--seed 0] [--layouts 1 "TP2 SP" ...]
 
-Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
-an hour on two cores; with --layouts or --only, a part of it, and no page is written. --odd draws so many models of sizes that nobody would
-choose, over all families (tests/odd_sizes.py), and compares one step of each; a model that was refused is told with its sentence.
+Ranks are processes connected by gloo. The reference is transformers' model with the written-out equations, in one process. A complete run
+takes an hour on two cores; with --layouts, --models or --only the page is not written. `--odd N` draws N models with unusual sizes over all
+families (tests/odd_sizes.py) and compares one step of each; refused models are printed with their error. The exit code is 1 if any
+difference exceeds the limits.
 """
 
 from __future__ import annotations
@@ -21,28 +22,29 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
+sys.path.insert(0, str(ROOT))  # as a script, only its own folder is on the path
 
 from megatron_grpo.core.weights.shape import ModelShape  # noqa: E402
 from tests import parity_cases as cases  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 
 STEPS = 3
-MODELS = cases.MODELS | cases.FAMILIES  # the page is about the first
+MODELS = cases.MODELS | cases.FAMILIES  # the page has the first ones only
 LIMITS = {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-5}
 
 
 def main() -> int:
+    """Run the selected comparison and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=MODELS)
     parser.add_argument("--only", choices=["losses", "shared", "offload", "replay", "sequences", "zero_gradient"],
-                        help="one of the two tables; or training with everything given away, with forced experts, by losses that look "
-                        "at whole sequences, or with groups of equal rewards; no page is written",
+                        help="run one of the two tables, or training with offload, forced experts, sequence-level losses or groups of "
+                        "equal rewards; no page is written",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
-    parser.add_argument("--odd", type=int, metavar="N", help="so many models of odd sizes in each layout (default: on one rank)")
-    parser.add_argument("--seed", type=int, default=0, help="of what --odd draws")
+    parser.add_argument("--odd", type=int, metavar="N", help="compare N models of unusual sizes in each layout (default layout: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the models that --odd draws")
     args = parser.parse_args()
     if args.odd is not None:
         return compare_odd_sizes(args.odd, args.seed, args.layouts or ["1"])
@@ -70,7 +72,13 @@ def main() -> int:
 
 
 def compare_odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
-    """Models drawn at random over all families: refused, or as transformers has them."""
+    """Compare one step of random models of all families with transformers; return the exit code.
+
+    Args:
+        count: Number of models.
+        seed: Seed of their sizes.
+        layouts: Names of the layouts.
+    """
     from transformers.utils import logging
 
     from tests import odd_sizes as odd
@@ -80,7 +88,7 @@ def compare_odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
     red = 0
     for layout in layouts:
         start, kinds, worst = time.perf_counter(), Counter[str](), [0.0, 0.0]
-        for first in range(0, count, 48):  # of which the files are on disk at one time
+        for first in range(0, count, 48):  # models whose files are on disk at the same time
             with tempfile.TemporaryDirectory() as folder:
                 numbers = range(first, min(first + 48, count))
                 found = odd.outcomes(Path(folder), numbers, seed, cases.LAYOUTS[layout])
@@ -93,13 +101,13 @@ def compare_odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
                     print(f"{layout}, {number} ({family}) {one.kind}: {one.said}{drawn}", flush=True)
         red += kinds["wrong"] + kinds["crashed"]
         counts, seconds = ", ".join(f"{number} {kind}" for kind, number in kinds.items()), time.perf_counter() - start
-        print(f"{layout}: {counts} of {count} (the others transformers does not take); worst log-prob {worst[0]:.1e}, "
+        print(f"{layout}: {counts} of {count} (transformers rejects the others); worst log-prob {worst[0]:.1e}, "
               f"worst gradient {worst[1]:.1e} ({seconds:.0f} s)", flush=True)  # fmt: skip
     return 1 if red else 0
 
 
 def compare_offload() -> int:
-    """Training with all memory given away between all phases, resumes included, against training without: bit for bit."""
+    """Compare training with all memory offloaded between phases, with resumes, to training without, bit for bit; return the exit code."""
     from tests import offload_cases
     from tests.ranks import run_ranks
 
@@ -110,13 +118,18 @@ def compare_offload() -> int:
             found = run_ranks(offload_cases.differences, world, path, settings, Path(folder), timeout=300)
         wrong = [one for rank in found for problems in rank.values() for one in problems]
         red += bool(wrong)
-        print(f"{name}, {dtype}: {'; '.join(wrong[:6]) or 'bit-equal, and nothing is held meanwhile'}", flush=True)
+        print(f"{name}, {dtype}: {'; '.join(wrong[:6]) or 'bit-equal, and all memory is released'}", flush=True)
     print(f"{2 * len(offload_cases.LAYOUTS)} runs, {red} of them wrong")
     return 1 if red else 0
 
 
 def compare_replays(models: list[str], layouts: list[str]) -> int:
-    """Steps whose tokens have random experts, or none: weights and adapters, with each prompt once and for every completion."""
+    """Compare steps with forced random experts, or none, for weights and adapters, with and without shared prompts; return the exit code.
+
+    Args:
+        models: Names of models with experts.
+        layouts: Names of the layouts.
+    """
     from tests.lora_cases import random_adapter
     from tests.tiny_models import write_tiny
 
@@ -149,9 +162,9 @@ def compare_replays(models: list[str], layouts: list[str]) -> int:
 
 
 def compare_sequence_losses(models: list[str], layouts: list[str]) -> int:
-    """Losses of a token that need other tokens of its sequence, or other sequences of its group.
+    """Compare losses that use other tokens of a sequence or other sequences of a group; return the exit code.
 
-    The weight in vespo is a product over a sequence: its power multiplies the rounding of all its log-probs.
+    The limit of the loss is wider: vespo raises a product over a sequence to a power, which amplifies the rounding of log-probs.
     """
     cells, limits = [], LIMITS | {"loss": 1e-5}
     with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +180,7 @@ def compare_sequence_losses(models: list[str], layouts: list[str]) -> int:
 
 
 def compare_zero_gradient(layouts: list[str]) -> int:
-    """Steps in which two of four groups have equal rewards, then one in which all have: rows without a gradient left out, and computed."""
+    """Compare steps in which two of four groups, or all, have equal rewards, with their rows skipped and computed; return the exit code."""
     from tests.tiny_models import write_tiny
 
     cells = {}
@@ -197,11 +210,18 @@ def compare_zero_gradient(layouts: list[str]) -> int:
 
 
 def list_cells(table, ways, shared) -> list[cases.Distance]:
+    """Return the distances of all tables."""
     return [distance for cells in (*table.values(), *shared.values(), ways) for distance in cells.values()]
 
 
 class Matrix:
-    """One model's part of the table: {(layout, loss, cut): distance}."""
+    """Comparisons of one model in all layouts, losses and batch splits.
+
+    Args:
+        model: Name of the model.
+        folder: Folder of its checkpoint.
+        losses: Settings of each loss.
+    """
 
     def __init__(self, model: str, folder: Path, losses=cases.LOSSES):
         from tests.tiny_models import write_tiny
@@ -215,6 +235,7 @@ class Matrix:
         }
 
     def run(self, layouts: list[str]) -> dict[tuple[str, str, str], cases.Distance]:
+        """Compare all cases in the given layouts; return the distance by (layout, loss, batch split)."""
         cells = {}
         for name in layouts:
             layout = cases.LAYOUTS[name]
@@ -230,21 +251,25 @@ class Matrix:
         return cells
 
     def compare(self, layout, runs):
+        """Return the distances of some runs in one layout; those of a failed layout are infinite."""
         references = {key: self.references[key[0]] for key in runs}
         try:
             return cases.compare(self.model, self.path, layout, runs, self.batches, references)
-        except RanksFailed as error:  # the other layouts go on
+        except RanksFailed as error:  # continue with the other layouts
             print(f"{error}", file=sys.stderr)
             return dict.fromkeys(runs, cases.Distance.failed())
 
 
-# What trains, and whether a prompt is computed once: the columns of the second table.
+# Columns of the second table: trained parameters, and whether each prompt is computed once.
 COLUMNS = {(tuner, once): dict(share_prefix=str(once).lower()) for tuner in ("weights", "adapters") for once in (True, False)}
 
 
 def compare_shared_prompts(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tuple[str, bool]], cases.Distance]:
-    """{(layout, column): the worst over losses and cuts}, of groups of uneven sizes and lengths. A window is wider than all of them: a
-    narrow one leaves no prompt to share."""
+    """Compare shared prompts and adapters; return the worst distance over losses and batch splits by (layout, column).
+
+    Groups differ in size and length. Sliding windows are widened to cover whole sequences, because a narrow window leaves no prompt to
+    share.
+    """
     from tests.lora_cases import BESIDE_ATTENTION, ODD, random_adapter
     from tests.tiny_models import write_tiny
 
@@ -270,7 +295,7 @@ def compare_shared_prompts(model: str, folder: Path, layouts: list[str]) -> dict
         try:
             of_runs = cases.compare(model, path, layout, runs, batches, {key: references[key[:2]] for key in runs})
             found[name, column] = cases.worst_of(list(of_runs.values()))
-        except RanksFailed as error:  # the other layouts go on
+        except RanksFailed as error:  # continue with the other layouts
             print(f"{error}", file=sys.stderr)
             found[name, column] = cases.Distance.failed()
         how = f"{tuner}, prompts {'once' if column[1] else 'G times'}"
@@ -279,7 +304,12 @@ def compare_shared_prompts(model: str, folder: Path, layouts: list[str]) -> dict
 
 
 def compare_other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, cases.Distance]:
-    """matrices: those made already, by model; what is missing is added."""
+    """Compare other settings that must give the same step; return the distance by name.
+
+    Args:
+        matrices: Matrices by model; missing ones are added.
+        folder: Folder of the checkpoints.
+    """
     found = {}
     for name, (layout, chosen) in cases.WAYS.items():
         model = "MoE" if cases.LAYOUTS[layout].needs_experts else "dense"
@@ -291,11 +321,12 @@ def compare_other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, c
 
 
 def describe(distance) -> str:
+    """Return a phrase with the numbers of a distance."""
     return f"loss {distance.loss:.0e}, norm {distance.grad_norm:.0e}, gradient {distance.gradient:.0e}, weights {distance.weight:.0e}"
 
 
 def publish(path: Path, matrix: str) -> None:
-    """Replace what stands between the two marks of the page, or write a page of the matrix alone."""
+    """Replace the generated part of the page, or write a page of the matrix only."""
     begin, end = "<!-- parity -->\n", "<!-- /parity -->"
     before = path.read_text(encoding="utf-8") if path.exists() else f"# Gradient parity\n\n{begin}{end}\n"
     head, _, rest = before.partition(begin)
@@ -342,6 +373,7 @@ def make_page(table, ways, shared) -> str:
 
 
 def make_shared_section(shared) -> list[str]:
+    """Return the lines of the table of shared prompts and adapters."""
     lines = [
         "### Shared prompts and adapters", "",
         "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; "

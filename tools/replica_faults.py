@@ -1,10 +1,11 @@
-"""What `--check_replicas` finds, and that it finds nothing where nothing is wrong.
+"""Check that `--check_replicas` detects seeded faults, and that it raises no false alarm.
 
-    python tools/replica_faults.py faults            every seeded fault of tests/replica_check_cases.py, as the table of
+    python tools/replica_faults.py faults            all seeded faults of tests/replica_check_cases.py; prints the table of
                                                      docs/reliability.md
-    python tools/replica_faults.py clean [200]       so many sound runs of two steps, drawn from layouts, models, optimizers and tuners
+    python tools/replica_faults.py clean [200]       this many runs of two steps without faults, drawn from layouts, models, optimizers
+                                                     and tuners
 
-Exit code 1 if a fault is not said as it should be, or a sound run is not sound.
+The exit code is 1 if a fault is not reported as expected, or if there is a false alarm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests import parity_cases as cases
 from tests import replica_check_cases as checks
 from tests.tiny_models import write_tiny
 
-# Drawn one of each; a run has all of them together.
+# A run combines one random element of each.
 OPTIMIZERS = ({}, {}, dict(use_distributed_optimizer=False), dict(overlap_grad_reduce=True),
               dict(overlap_grad_reduce=True, overlap_param_gather=True))  # fmt: skip
 TUNERS = ({}, {}, dict(tuner_type="lora"), dict(tuner_type="lora", lora_dropout=0.1))
@@ -34,10 +35,12 @@ CUTS = ({}, dict(micro_batch_size=2), dict(max_tokens_per_micro_batch=32), dict(
 
 
 def write_models(folder: Path) -> dict[str, Path]:
+    """Write the models of the cases and return their paths by name."""
     return {name: write_tiny(folder / name, **how) for name, how in cases.MODELS.items()}
 
 
 def check_faults(folder: Path) -> bool:
+    """Check each seeded fault, print the table and return whether all were reported as expected."""
     at, well = write_models(folder), True
     batches = {name: cases.stored_rollout(path, vocab=125, num_steps=2, stale=0) for name, path in at.items()}
     found = checks.seeded(list(checks.FAULTS), at, batches)
@@ -46,15 +49,22 @@ def check_faults(folder: Path) -> bool:
         before, after, gap = found[name][0]
         right = before is None and len(set(found[name])) == 1 and (fault.says in (after or "") if fault.says else after is None and gap)
         well &= bool(right)
-        said = after.split("equal): ")[-1].split(";")[0] if after else f"nothing; the watch over log-probs: {gap}"
+        said = after.split("equal): ")[-1].split(";")[0] if after else f"nothing; log-prob difference: {gap}"
         layout = ", ".join(f"{key} {value}" for key, value in fault.settings.items()) or "two data-parallel ranks"
-        print(f"| {name} | {fault.finding or ''} | {layout}; {fault.model} | {said}{'' if right else ' NOT WHAT IT SHOULD SAY'} |")
+        print(f"| {name} | {fault.finding or ''} | {layout}; {fault.model} | {said}{'' if right else ' NOT AS EXPECTED'} |")
     for finding, why in checks.NOT_POSSIBLE.items():
         print(f"| | {finding} | | not possible here: {why} |")
     return well
 
 
 def check_sound_runs(folder: Path, count: int, seed: int = 0) -> bool:
+    """Check random runs without faults and return whether there was no false alarm.
+
+    Args:
+        folder: Folder of the models.
+        count: Number of runs.
+        seed: Seed of the runs.
+    """
     at, rng, drawn = write_models(folder), random.Random(seed), {}
     pairs = [(name, model) for name, case in cases.LAYOUTS.items() for model in cases.MODELS
              if case.world_size > 1 and cases.suits(case, model)]  # fmt: skip

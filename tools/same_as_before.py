@@ -1,18 +1,16 @@
-"""Two checkouts, byte for byte: what the program says, plans, translates, trains and writes is what it was.
+"""Compare two checkouts byte by byte: help, plans, error messages, translations, imports, and the files of small runs.
 
-    python tools/same_as_before.py OLD NEW                       # folders, or git revisions, which are checked out beside each other
+    python tools/same_as_before.py OLD NEW                       # folders, or git revisions, which are checked out for the comparison
     python tools/same_as_before.py ed38954 . --only plan help    # some kinds: help, plan, sentences, translations, imports, runs
-    python tools/same_as_before.py ed38954 --keep /tmp/before    # ask one side once; the folder then stands for OLD
+    python tools/same_as_before.py ed38954 --keep /tmp/before    # save one side's answers; the folder can then be used as OLD
 
-Guards a change that should change nothing, moved files or another cut: whatever is not meant to differ is one line, `plan: 71 of 71 the
-same`, and whatever differs is named with the first place where it does. Ends with 1 if anything differs, and also if a case compares
-nothing: both sides give the same traceback or failed import, or the same failed run. It knows the command line and the formats of files,
-and no module of the package: where a list of cases or a scripted sampler is a test's, each side uses its own copy; a name that an input
-imports (`@StepOutput`) is looked up in each side's files, so the two may have other folders.
+The tool checks a refactoring. It prints one line per kind (`plan: 71 of 71 the same`) and the first difference of each case that differs.
+The exit code is 1 if anything differs, or if a case compares nothing because both sides fail in the same way. The tool uses the command
+line and file formats only. Lists of cases and scripted samplers come from each side's own tests, and a name that an input imports
+(`@StepOutput`) is looked up in each side's files, so the folders of the two sides may differ.
 
-Each side runs in processes of its own, both at once, with the packages of the environment that this is called from, but for its editable
-installs of this package: a name that a tree lacks is missing there. Times, places and process numbers are masked. The tensors of
-checkpoints after the first step hold its gradients (`exp_avg`).
+Each side runs in its own processes, both at the same time, with the packages of this environment except editable installs of this package.
+Times, paths and process IDs are masked. Checkpoints after the first step contain its gradients (`exp_avg`).
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ import yaml
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-Results = Iterator[tuple[str, str]]  # of one kind: name and text
+Results = Iterator[tuple[str, str]]  # (name, text) of each case
 ENVIRONMENT = {"COLUMNS": "140", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
                "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "NO_COLOR": "1",
                "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
@@ -55,13 +53,13 @@ MASKED = [re.compile(pattern) for pattern in (
     r"(?<=pid )\d+|(?<=process )\d+|(?<=127\.0\.0\.1:)\d+", r"0x[0-9a-f]{6,}", r"(?m) \d\.\d{3}$",
     r"megatron_grpo/[\w/]+\.py:\d+", r'(?<=File "TREE/)[^"]*", line \d+', r'"seconds\w*": [\d.]+',
 )]  # fmt: skip
-TIMED = re.compile(r"^time/|seconds|tokens_per_second")  # names in metrics.jsonl whose values are of the clock
-# What is compared and should not be: the case itself is broken. `sentences` has imports that fail on purpose, but none of our own modules.
+TIMED = re.compile(r"^time/|seconds|tokens_per_second")  # metrics whose values depend on the time
+# Output of a case that failed in itself. `sentences` has imports that fail on purpose, but not of modules of this package.
 OURS = "'(megatron_grpo|tests)"
 BROKEN = {"sentences": rf"Traceback \(most recent|cannot import name .* from {OURS}\b|No module named {OURS}\b",
           "runs": r"(?m)Traceback \(most recent|^exit code (?!0$)"}  # fmt: skip
 ANY_BROKEN = r"Traceback \(most recent|ImportError|ModuleNotFoundError|cannot import name|No module named"
-# The process of one side begins with this: an editable install of another checkout would answer for modules that the tree lacks.
+# Executed at the start of a side's process: an editable install of another checkout would provide modules that the tree lacks.
 OWN_TREE = """import site, sys
 for folder in {folders!r}:
     site.addsitedir(folder)
@@ -77,7 +75,7 @@ print(json.dumps([code, files]))
 
 
 def write_inputs() -> None:
-    """Models, data and rewards that both sides read, in the working folder; by this tool's own tree."""
+    """Write the models, data and rewards that both sides read into the working folder, with this tool's own tree."""
     from tests.chat_models import DROPS, write_chat
     from tests.seeing import as_bytes, picture, write_seeing
     from tests.tiny_models import FAMILIES, write_tiny
@@ -103,7 +101,7 @@ def write_inputs() -> None:
 
 
 def write_own_files(tree: Path) -> None:
-    """The files of the list, in which `@Name` stands for the module of a side that defines the class Name."""
+    """Write the files of same_as_before.yaml, with `@Name` replaced by the module of the tree that defines the class Name."""
     sources = {file: file.read_text() for file in sorted((tree / "megatron_grpo").rglob("*.py"))}
 
     def find_module(found: re.Match[str]) -> str:
@@ -117,14 +115,15 @@ def write_own_files(tree: Path) -> None:
 
 
 def make_module_name(file: Path, tree: Path) -> str:
+    """Return the dotted name of a file's module."""
     return ".".join(file.relative_to(tree).with_suffix("").parts).removesuffix(".__init__")
 
 
-# ---- asking one side ---------------------------------------------------------------------------------------------------------------------
+# ---- one side ----------------------------------------------------------------------------------------------------------------------------
 
 
 def run_command(*words: str) -> str:
-    """Exit code, output and errors of a command in this process; as a rank that a launcher started where there is one."""
+    """Run a command in this process and return its exit code, output and errors."""
     from megatron_grpo import cli
 
     out, err = io.StringIO(), io.StringIO()
@@ -143,6 +142,7 @@ def run_command(*words: str) -> str:
 
 
 def iterate_help(tree: Path) -> Results:
+    """Yield the help of the program and of each command."""
     commands = re.findall(r"^  ([a-z][\w-]*) {2,}\S", run_command("--help"), re.MULTILINE)
     if not commands:
         raise SystemExit(f"`--help` lists no command:\n{run_command('--help')}")
@@ -151,6 +151,7 @@ def iterate_help(tree: Path) -> Results:
 
 
 def iterate_plans(tree: Path) -> Results:
+    """Yield the plans of all models with their settings, and of the configuration files of examples and recipes."""
     common = ASKED["plan_with"].split()
     families = [path.parent.name for path in sorted(Path().glob("*/config.json")) if path.parent.name not in ("chat", *ASKED["plans"])]
     tiny = {family: ["--tensor_model_parallel_size 2 --sequence_parallel true"] for family in families}
@@ -163,20 +164,21 @@ def iterate_plans(tree: Path) -> Results:
 
 
 def iterate_sentences(tree: Path) -> Results:
+    """Yield the error messages for all bad inputs."""
     bad_inputs = importlib.import_module("tests.bad_inputs")
     good, here = bad_inputs.write_good(Path("good").absolute()), Path("cases").absolute()
     for number, case in enumerate(bad_inputs.everything()):
         at = here / str(number)
         at.mkdir(parents=True)
         words = bad_inputs.split_words(case, at, good)
-        for command in case.commands if number % 10 == 0 else case.commands[-1:]:  # `plan` and `train` say the same: CI holds that
+        for command in case.commands if number % 10 == 0 else case.commands[-1:]:  # `plan` and `train` print the same errors, as CI checks
             outcome = bad_inputs.run(command, words, case.environ, at)
             yield f"{command}: {case.name}", f"exit code {outcome.code}\n{outcome.stdout}\n{outcome.stderr}"
         shutil.rmtree(at)
 
 
 def iterate_translations(tree: Path) -> Results:
-    """Every name of the other systems' own lists, with another value than its default; and every row of a test of dialects."""
+    """Yield the translation of every argument in the lists of other systems, with a value other than its default, and of the test cases."""
     for file in sorted((ROOT / "tools/theirs").glob("*.tsv")):
         for line in file.read_text().splitlines()[1:]:
             name, _, default = line.partition("\t")
@@ -187,7 +189,7 @@ def iterate_translations(tree: Path) -> Results:
 
 
 def iterate_dialect_cases(tree: Path) -> Iterator[list[str]]:
-    """What tests are parametrized with that have a `dialect` and `words`."""
+    """Yield the command lines of tests parametrized with `dialect` and `words`."""
     for file in sorted(tree.glob("tests/unit/*/test_*.py")):
         if '("dialect", "words"' not in file.read_text():
             continue
@@ -200,9 +202,9 @@ def iterate_dialect_cases(tree: Path) -> Iterator[list[str]]:
 
 
 def iterate_imports(tree: Path) -> Results:
-    """How many package files a plain run imports, and which; whether each module can be imported first.
+    """Yield the package files that a plain run imports, and whether each module can be imported first.
 
-    A file is named by its last name, and by its number among those of that name: a folder that moved is no difference.
+    A file is identified by its base name and a number, so that a moved file is not a difference.
     """
     flags = ["--model", "small", "--output_dir", "plain", *ASKED["run_with"].split(), *ASKED["plain_run"].split()]
     ended = subprocess.run([sys.executable, "-c", PLAIN_RUN, *flags], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -213,7 +215,7 @@ def iterate_imports(tree: Path) -> Results:
     yield "files that a plain run imports", str(len(files))
     for short, _ in iterate_short_names(files):
         yield f"a plain run imports {short}", "yes"
-    for name in importlib.import_module("tests.zygote").MODULES:  # packages of others, once for all
+    for name in importlib.import_module("tests.zygote").MODULES:  # imported once for all forks
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     modules = [make_module_name(file, tree) for file in sorted((tree / "megatron_grpo").rglob("*.py")) if file.stem != "__main__"]
@@ -222,6 +224,7 @@ def iterate_imports(tree: Path) -> Results:
 
 
 def iterate_short_names(names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (base name with a number if it is not unique, name) of each dotted name."""
     seen: Counter[str] = Counter()
     for name in sorted(names):
         short = name.rpartition(".")[2]
@@ -230,14 +233,14 @@ def iterate_short_names(names: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def try_import(name: str) -> str:
-    """What an import of this module says in a child that has imported no other of the package."""
+    """Return the result of importing a module in a fork that has imported no other module of the package."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             importlib.import_module(name)
             text = "can be imported"
-        except BaseException as error:  # noqa: BLE001 - whatever an import raises is the answer
+        except BaseException as error:  # noqa: BLE001 - the result is whatever the import raises
             text = f"{type(error).__name__}: {error}"
         os.write(writer, text.encode()[:4000])
         os._exit(0)
@@ -249,6 +252,7 @@ def try_import(name: str) -> str:
 
 
 def iterate_runs(tree: Path) -> Results:
+    """Yield the output of small training runs, of commands on their results, and the values of their files."""
     from tests.end_to_end import runs, scripted, test_images
     from tests.ranks import run_ranks
     from tests.servers import ASKS, Server
@@ -271,7 +275,9 @@ def iterate_runs(tree: Path) -> Results:
     finally:
         server.close()
     for words in ASKED["after"]:
-        dumps = [path for name in ("capsules", "debug_dump") for path in Path("runs/dense").glob(f"{name}/step_*")]  # before and after
+        dumps = [
+            path for name in ("capsules", "debug_dump") for path in Path("runs/dense").glob(f"{name}/step_*")
+        ]  # names in old and new versions
         dump = "/".join(dumps[0].parts[-2:]) if dumps else "none"
         yield words, run_ranks(lambda _, __, *argv: run_command(*argv), 1, *split_flags(words.replace("DUMP", dump)), timeout=300)[0]
     files = sorted(path for path in Path("runs").rglob("*") if path.is_file())
@@ -281,14 +287,14 @@ def iterate_runs(tree: Path) -> Results:
 
 
 def iterate_values(file: Path) -> Results:
-    """What of a file of a run is not the clock's."""
+    """Yield the values of a run's file except those that depend on the time."""
     if file.name.endswith(".jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         yield str(file), "\n".join(f"{name}: {value!r}" for line in lines for name, value in line.items() if not TIMED.search(name))
     elif file.suffix in (".safetensors", ".npz"):
         for name, tensor in sorted((load_file if file.suffix == ".safetensors" else np.load)(file).items()):
             if file.name == "rng.npz" and name.startswith(("python/", "numpy/")):
-                continue  # generators of the process that nobody seeded and nothing draws from
+                continue  # unseeded generators that nothing draws from
             yield f"{file} {name}", f"{tensor.dtype} {tensor.shape} {hashlib.sha256(tensor.tobytes()).hexdigest()}"
     elif file.name == ".metadata":
         for index, part in pickle.loads(file.read_bytes()).storage_data.items():
@@ -300,15 +306,28 @@ def iterate_values(file: Path) -> Results:
 
 
 KINDS: dict[str, Callable[[Path], Results]] = {
-    "help": iterate_help, "plan": iterate_plans, "sentences": iterate_sentences, "translations": iterate_translations, "imports": iterate_imports, "runs": iterate_runs,
-}  # fmt: skip
+    "help": iterate_help,
+    "plan": iterate_plans,
+    "sentences": iterate_sentences,
+    "translations": iterate_translations,
+    "imports": iterate_imports,
+    "runs": iterate_runs,
+}
 
 
 WITH_INPUTS = ("plan", "imports", "runs")
 
 
 def write_answers(tree: Path, folder: Path, kind: str) -> None:
-    """In a process whose path begins with `tree`: results.jsonl of one kind, with everything masked that is this side's or this hour's."""
+    """Write results.jsonl of one kind with all side-specific and time-dependent text masked.
+
+    The process must have `tree` first on its path.
+
+    Args:
+        tree: Checkout of the side.
+        folder: Working folder with the inputs.
+        kind: Key of KINDS.
+    """
     os.chdir(folder)
     if kind in WITH_INPUTS:
         write_own_files(tree)
@@ -318,10 +337,11 @@ def write_answers(tree: Path, folder: Path, kind: str) -> None:
     files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
     own = {name: file for name, file in files.items() if name.split(".")[0] in ("megatron_grpo", "tests")}
     if foreign := [f"{name} from {file}" for name, file in own.items() if not file.resolve().is_relative_to(tree.resolve())]:
-        raise SystemExit(f"{tree} is not alone, it imported: {', '.join(foreign)}")
+        raise SystemExit(f"the process of {tree} imported modules of another tree: {', '.join(foreign)}")
 
 
 def mask(text: Any, tree: Path, folder: Path) -> str:
+    """Return a text with paths, times and process IDs masked."""
     text = str(text).replace(str(folder), "HERE").replace(str(tree), "TREE")
     for pattern in MASKED:
         text = pattern.sub("...", text)
@@ -332,12 +352,13 @@ def mask(text: Any, tree: Path, folder: Path) -> str:
 
 
 def main() -> int:
+    """Compare the two sides and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", help="a folder, a git revision, or a folder that --keep wrote")
     parser.add_argument("new", nargs="?", help="a folder or a git revision")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="these kinds")
-    parser.add_argument("--keep", metavar="FOLDER", help="write what OLD says there, and compare nothing")
-    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)  # a side's own process: the folder to work in, and a kind or `inputs`
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="compare only these kinds")
+    parser.add_argument("--keep", metavar="FOLDER", help="save the answers of OLD there and exit")
+    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)  # internal: working folder, and a kind or `inputs`
     asked = parser.parse_args()
     if asked.ask:
         folder, kind = Path(asked.ask[0]), asked.ask[1]
@@ -366,7 +387,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def checkout(name: str, at: Path) -> Iterator[Path]:
-    """The tree of a folder, or of a revision of this repository in a worktree that goes again."""
+    """Yield a folder, or a git revision checked out into a temporary worktree."""
     if Path(name).is_dir():
         yield Path(name).resolve()
         return
@@ -379,9 +400,13 @@ def checkout(name: str, at: Path) -> Iterator[Path]:
 
 
 def write_python(at: Path, folders: Sequence[str] | None = None) -> None:
-    """An environment with the packages of this one, in which an editable install does not answer for the package.
+    """Write an environment with the packages of this one, without editable installs of this package.
 
-    The processes that a side starts (ranks, servers) run this Python too, with whatever path they set.
+    The processes that a side starts (ranks, servers) use this Python too.
+
+    Args:
+        at: Folder of the environment.
+        folders: Folders of packages; None: those of this environment.
     """
     venv.create(at, symlinks=True, with_pip=False)
     [packages] = at.glob("lib/python*/site-packages")
@@ -391,6 +416,7 @@ def write_python(at: Path, folders: Sequence[str] | None = None) -> None:
 
 
 def run_side(tree: Path, folder: Path, kind: str) -> None:
+    """Run one side's process, which writes the inputs or the answers of one kind."""
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
     command = [str(folder.parent / "python/bin/python"), str(Path(__file__).resolve()), str(tree), str(tree), "--ask", str(folder), kind]
     ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
@@ -399,17 +425,17 @@ def run_side(tree: Path, folder: Path, kind: str) -> None:
 
 
 def get_answers(kind: str, side: str, tree: Path, folder: Path) -> Path:
-    """The file of what one side says; of a folder that --keep wrote, the one there."""
+    """Return the file with one side's answers; if `tree` was written by --keep, the file there."""
     if (tree / f"{kind}.jsonl").is_file():
         return tree / f"{kind}.jsonl"
-    side_folder = folder / f"{side}_{kind}"  # as long as the other side's: lines wrap alike
+    side_folder = folder / f"{side}_{kind}"  # same length on both sides, so that lines wrap equally
     shutil.copytree(folder / "inputs", side_folder)
     run_side(tree, side_folder, kind)
     return side_folder / "results.jsonl"
 
 
 def compare_kind(kind: str, trees: dict[str, Path], folder: Path) -> bool:
-    """Asks both sides, prints what differs, what compares nothing, and one line; whether all is well."""
+    """Ask both sides, print the differences, the cases that compare nothing and a summary; return whether all is equal."""
     with ThreadPoolExecutor(2) as both:
         files = both.map(lambda side: get_answers(kind, side, trees[side], folder), trees)
     old, new = (dict(map(json.loads, file.open())) for file in files)
@@ -425,12 +451,13 @@ def compare_kind(kind: str, trees: dict[str, Path], folder: Path) -> bool:
 
 
 def find_error(kind: str, text: str) -> str | None:
-    """The line by which a case is seen to compare an error of the tool's own inputs; None if it compares what it should."""
+    """Return the line that shows that a case failed in itself; None if it did not."""
     found = re.search(BROKEN.get(kind, ANY_BROKEN), text)
     return found and text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0][:200]
 
 
 def find_first_difference(old: str | None, new: str | None) -> str:
+    """Return the first line that differs between two texts."""
     if old is None or new is None:
         return f"  only {'new' if old is None else 'old'} has it"
     pairs = itertools.zip_longest(old.splitlines(), new.splitlines())
@@ -443,4 +470,4 @@ def find_first_difference(old: str | None, new: str | None) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a library tells pages about its own leaks at a regular exit
+    os._exit(code)  # a library prints pages of leak reports at a regular exit

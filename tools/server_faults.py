@@ -1,11 +1,12 @@
-"""Hurts real rollout servers and their trainer at random moments, and counts what is lost.
+"""Inject faults into rollout servers and their trainer at random times, and count lost, duplicated and wrong completions.
 
     python tools/server_faults.py --minutes 30 --seed 0 [--servers 3] [--every 12]
 
-Three servers with a tiny model, two trainer ranks that push other weights and ask sixty prompts, again and again. Meanwhile a server is
-killed, its engine is, it stands still for up to 40 s, it is stopped kindly, or the trainer itself is killed and started again. Whatever
-died is started again. Every round all groups must be there once, drawn by the weights of that round: token for token what the same question
-had been answered when nothing happened. Ends with a table, and with 1 if a group was lost, twice or wrong, or a process is left.
+The test runs servers with a tiny model and two trainer ranks, which repeatedly sync new weights and request completions of sixty prompts.
+Faults: a server is killed, its engine is killed, a server is stopped for up to 40 s or terminated with SIGTERM, or the trainer is killed.
+Processes that died are started again. In each round every group must arrive exactly once, sampled with the weights of that round: its
+tokens must equal those of the same request without faults. The tool prints a table; the exit code is 1 if a group is lost, duplicated or
+wrong, or if a process is left at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
+sys.path.insert(0, str(ROOT))  # as a script, only its own folder is on the path
 
 from tests.distributed.test_rollout_servers import PROMPTS_OF_FAULTS, ask_rounds  # noqa: E402
 from tests.ranks import RanksFailed, run_ranks  # noqa: E402
@@ -35,7 +36,13 @@ LONGEST_STANDSTILL = 40.0  # seconds
 
 
 class ServerPool:
-    """Servers by number; what dies is started again."""
+    """Rollout servers; a server that has died is replaced.
+
+    Args:
+        folder: Folder of the servers' files.
+        model: Checkpoint that they start with.
+        count: Number of servers.
+    """
 
     def __init__(self, folder: Path, model: Path, count: int):
         self.folder, self.model, self.names = folder, model, folder / "names"
@@ -51,7 +58,7 @@ class ServerPool:
         return server
 
     def _publish_address(self, server: Server) -> None:
-        """As with one --address_file for each in a shared directory: it is there while the server takes calls."""
+        """Copy the server's address file into a shared directory while the server accepts calls, as one --address_file per server would."""
         name = self.names / server.log.parent.name
         while server.process.poll() is None and not server.address_file.exists():
             time.sleep(0.1)
@@ -62,16 +69,18 @@ class ServerPool:
         name.unlink(missing_ok=True)
 
     def list_running(self) -> list[Server]:
+        """Return the servers that accept calls."""
         return [server for server in self.servers if server.process.poll() is None and server.address_file.exists()]
 
     def restart_dead(self) -> None:
+        """Replace the servers that have died."""
         for index, server in enumerate(self.servers):
             if server.process.poll() is not None:
                 self.dead.append(server)
                 self.servers[index] = self._start()
 
     def stop(self) -> list[str]:
-        """Kindly; returns what is left of any of them."""
+        """Terminate all servers and return the command lines of processes that are left."""
         for server in self.servers:
             if server.process.poll() is None:
                 server.process.send_signal(signal.SIGTERM)
@@ -82,7 +91,13 @@ class ServerPool:
 
 
 class Trainer:
-    """Two ranks that ask until they are told to stop; started again where they were killed."""
+    """Two trainer ranks that request completions until they are stopped; they are started again after a kill.
+
+    Args:
+        folder: Folder of their files.
+        models: Checkpoints whose weights they sync in turn.
+        names: Directory with the servers' address files.
+    """
 
     def __init__(self, folder: Path, models: list[Path], names: Path):
         self.folder, self.models, self.names = folder, models, names
@@ -103,9 +118,11 @@ class Trainer:
                 self._is_killed = False
 
     def read_rounds(self) -> list[dict]:
+        """Return the results of each round so far."""
         return [json.loads(line) for line in self.rounds_file.read_text().splitlines()] if self.rounds_file.exists() else []
 
     def kill(self) -> None:
+        """Kill both ranks."""
         pids = [int(path.read_text()) for path in self.folder.glob("pid_*")]
         self.kills, self._is_killed = self.kills + 1, True
         for pid in pids:
@@ -115,14 +132,15 @@ class Trainer:
                 pass
 
     def finish(self, seconds: float) -> None:
+        """Let the ranks finish the current round, within a number of seconds."""
         self.stop_file.touch()
         self._thread.join(seconds)
         if self._thread.is_alive() and self.failure is None:
-            self.failure = f"the trainer did not come to the end of a round within {seconds:.0f} s"
+            self.failure = f"the trainer did not finish a round within {seconds:.0f} s"
 
 
 def inject_fault(rng: random.Random, server_group: ServerPool, trainer: Trainer) -> str | None:
-    """One fault; its name."""
+    """Inject one random fault and return its name; None if it was not possible."""
     running = server_group.list_running()
     server_faults = ["kill a server", "kill an engine", "stand still", "stop kindly"]
     kind = rng.choice([*server_faults, *server_faults, "kill the trainer"])
@@ -156,17 +174,20 @@ def _thaw(pid: int) -> None:
 
 
 def main() -> int:
+    """Run the servers and the trainer with faults and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration of the test")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
+    parser.add_argument("--servers", type=int, default=3, help="number of servers")
     parser.add_argument("--every", type=float, default=12.0, help="seconds between two faults, on average")
     asked = parser.parse_args()
     rng, folder = random.Random(asked.seed), Path(tempfile.mkdtemp(prefix="server_faults_"))
     models = [write_tiny(folder / f"model_{seed}", tied=False, seed=seed) for seed in range(3)]
     server_group = ServerPool(folder, models[0], asked.servers)
     trainer, faults = Trainer(folder, models, server_group.names), Counter[str]()
-    while len(trainer.read_rounds()) < len(models) and trainer.failure is None:  # what they answer now must be answered later
+    while (
+        len(trainer.read_rounds()) < len(models) and trainer.failure is None
+    ):  # answers without faults, which later answers are compared with
         time.sleep(0.5)
     until = time.monotonic() + 60 * asked.minutes
     while time.monotonic() < until and trainer.failure is None:
@@ -175,13 +196,14 @@ def main() -> int:
             faults[kind] += 1
             print(f"{time.strftime('%H:%M:%S')}  {kind}; {len(trainer.read_rounds())} rounds", flush=True)
         server_group.restart_dead()
-    time.sleep(LONGEST_STANDSTILL)  # so that all have thawed
+    time.sleep(LONGEST_STANDSTILL)  # until all stopped servers have continued
     server_group.restart_dead()
     trainer.finish(300.0)
     return report(folder, faults, trainer, server_group.stop(), server_group.starts)
 
 
 def report(folder: Path, faults: Counter[str], trainer: Trainer, left: list[str], starts: int) -> int:
+    """Print the table of faults and results and return the exit code."""
     rounds = trainer.read_rounds()
     totals = {name: sum(one[name] for one in rounds) for name in ("lost", "twice", "wrong", "restored")}
     print(f"\n{'fault':<24}{'times':>8}")

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Installs what is missing, then runs every check of the project: style, types, layers, sizes, the site's links, tests. Arguments go to pytest, which then runs alone:
+# Install what is missing, then run all checks of the project: style, types, layers, sizes, links of the site, and tests. With arguments,
+# only pytest runs, with these arguments:
 #
 #   bash tools/test.sh                                    everything
 #   bash tools/test.sh tests/unit -k advantages           some tests
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Tests of the page that `report` writes need a browser. It comes while pip works.
+# Tests of the page that `report` writes need a browser, which is installed in parallel with the packages.
 install_browser() {
     command -v chromium >/dev/null ||
         { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 ||
@@ -17,11 +18,11 @@ install_browser & browser=$!
 bin="$(bash tools/install.sh dev data math plot tensorboard)" || { echo "TESTS NOT RUN: the install failed, see above."; exit 1; }
 export PATH="$bin:$PATH"
 export OMP_NUM_THREADS=1        # ranks share the cores
-export TORCHDYNAMO_DISABLE=1    # nothing here is compiled; without this vLLM's first request builds C++
+export TORCHDYNAMO_DISABLE=1    # otherwise vLLM's first request compiles C++
 export TOKENIZERS_PARALLELISM=false
 
-# The other end of the megatron-core range cannot stand beside the one that is installed, and has no wheel for Python 3.11: its modules,
-# unpacked, go on the path of some of the tests.
+# The newest supported megatron-core cannot be installed next to the oldest one, and has no wheel for Python 3.11. Its modules are unpacked
+# into a folder that some tests put on their path.
 fetch_newest_core() {
     local version=0.19.2 folder
     folder="$(dirname "$bin")/megatron-core-$version"
@@ -38,7 +39,7 @@ fetch_newest_core() {
     fi
 }
 
-# Agents and environments of others want older packages than those that are installed: these go into a folder, on the path of one test.
+# Third-party agents and environments need other versions of packages than those installed: a folder that one test puts on its path.
 fetch_agent_packages() {
     local list=tools/agent_packages.txt folder
     folder="$(dirname "$bin")/agent-packages-$(sha256sum "$list" | cut -c1-8)"
@@ -61,7 +62,7 @@ check() {
     "$@" || failed+=("$name (exit code $?)")
 }
 
-# What reads the files without running them.
+# Static checks.
 check_files() {
     check style ruff check .
     check format ruff format --check .
@@ -77,7 +78,7 @@ if [ $# = 0 ]; then
     fetch_agent_packages
     wait "$browser"
     report="$(mktemp)"
-    check_files >"$report" 2>&1 & files=$!  # beside the tests, of which some wait
+    check_files >"$report" 2>&1 & files=$!  # in parallel with the tests
     check tests python -m pytest -n 2
     wait "$files" || failed+=("style, format, types, layers, size or site")
     cat "$report"

@@ -1,9 +1,10 @@
-"""Write the lists of arguments of other systems, from their sources, into `tools/theirs/`: the rows of the argument mapping.
+"""Write the lists of other systems' arguments into `tools/theirs/`, from their sources.
 
     python tools/their_arguments.py swift ~/ms-swift          # a git directory, bare or not
     python tools/their_arguments.py trl                       # the installed trl
 
-One file a system: a line `# repository, version, commit`, then `name TAB default`, as their code has them. Of theirs trl alone is imported.
+There is one file per system: a line `# repository, version, commit`, then a line `name TAB default` for each argument. Only trl is
+imported.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ SWIFT = [
     *("swift/megatron/arguments/megatron_args.py", "swift/megatron/arguments/megatron_base_args.py"),
     *("swift/megatron/arguments/sft_args.py", "swift/megatron/arguments/rlhf_args.py"),
 ]
-# Sections of verl's that describe what no GRPO run of it has, or another place's profile.
+# Sections of verl that no GRPO run uses, and profilers.
 VERL_LEFT_OUT = ("critic.", "reward_model.model.", "reward_model.megatron.", "reward_model.rollout.", "reward_model.profiler.")
 VERL_NOISE = ("._target_", ".profiler.", "global_profiler.", "npu_profile.")
 
 
 def run_git(directory: str, *words: str) -> str:
+    """Return the output of a git command."""
     return subprocess.run(["git", "-C", directory, *words], check=True, capture_output=True, text=True).stdout
 
 
 def read_file(directory: str, path: str) -> str:
+    """Return the content of a file in the last commit."""
     return run_git(directory, "show", f"HEAD:{path}")
 
 
 def format_default(node: ast.expr | None) -> str:
-    """A default as one would type it; what a factory makes is written as its body."""
+    """Return a default as one would enter it; for a factory, its expression."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":
         words = {word.arg: word.value for word in node.keywords}
         node = words.get("default", words.get("default_factory"))
@@ -49,12 +52,12 @@ def format_default(node: ast.expr | None) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as one would type it."""
+    """Return a value as one would enter it."""
     return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def iterate_fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None]]:
-    """(class, name, type, default) of every annotated name in a class body."""
+    """Yield (class, name, type, default) of every annotated name in a class body."""
     for found in ast.parse(source).body:
         if isinstance(found, ast.ClassDef):
             for line in found.body:
@@ -63,6 +66,7 @@ def iterate_fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None
 
 
 def read_swift(directory: str) -> tuple[str, dict[str, str]]:
+    """Return (title, default by argument) of Megatron-SWIFT."""
     found: dict[str, str] = {}
     for path in SWIFT:
         found |= {
@@ -73,6 +77,7 @@ def read_swift(directory: str) -> tuple[str, dict[str, str]]:
 
 
 def read_trl(_: str) -> tuple[str, dict[str, str]]:
+    """Return (title, default by argument) of the installed TRL."""
     import trl as installed
 
     found = {}
@@ -83,6 +88,7 @@ def read_trl(_: str) -> tuple[str, dict[str, str]]:
 
 
 def read_verl(directory: str) -> tuple[str, dict[str, str]]:
+    """Return (title, default by argument) of verl."""
     import yaml
 
     found: dict[str, str] = {}
@@ -94,12 +100,13 @@ def read_verl(directory: str) -> tuple[str, dict[str, str]]:
         elif not any(word in f"{name}." for word in VERL_NOISE) and not name.startswith(VERL_LEFT_OUT):
             found.setdefault(name, format_value(value))
 
-    for kind in ("megatron_trainer", "trainer"):  # where both have a name, Megatron's default stands
+    for kind in ("megatron_trainer", "trainer"):  # the defaults of the Megatron trainer have precedence
         walk(yaml.safe_load(read_file(directory, f"verl/trainer/config/_generated_ppo_{kind}.yaml")), "")
     return f"volcengine/verl {read_file(directory, 'verl/version/version').strip()}", found
 
 
 def read_skyrl(directory: str) -> tuple[str, dict[str, str]]:
+    """Return (title, default by argument) of SkyRL."""
     classes: dict[str, list[tuple[str, str, ast.expr | None]]] = {}
     for owner, name, kind, value in iterate_fields(read_file(directory, "skyrl/train/config/config.py")):
         classes.setdefault(owner, []).append((name, kind, value))
@@ -119,6 +126,7 @@ def read_skyrl(directory: str) -> tuple[str, dict[str, str]]:
 
 
 def read_slime(directory: str) -> tuple[str, dict[str, str]]:
+    """Return (title, default by argument) of slime."""
     found = {}
     for call in ast.walk(ast.parse(read_file(directory, "slime/utils/arguments.py"))):
         if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) in ("add_argument", "reset_arg"):
@@ -133,6 +141,7 @@ def read_slime(directory: str) -> tuple[str, dict[str, str]]:
 
 
 def main() -> int:
+    """Write the list of one system."""
     name, directory = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     title, found = {"swift": read_swift, "trl": read_trl, "verl": read_verl, "skyrl": read_skyrl, "slime": read_slime}[name](directory)
     commit = f", commit {run_git(directory, 'rev-parse', 'HEAD').strip()}" if directory else ""

@@ -1,11 +1,11 @@
-"""Tries the three ways of tools/install.sh to a CPU stack, each in an empty environment, and prints what came of them.
+"""Test the three ways in which tools/install.sh installs the CPU stack, each in an empty environment, and print a table.
 
     python tools/try_installs.py --python python3.11 python3.12 --wheels FOLDER --quickstart
 
-Each try is a fresh clone of this checkout's last commit, an empty home, and a pip without settings or cache: what somebody has who meets
-the project for the first time. FOLDER holds CPU builds of torch (torch-*+cpu-*.whl). Way 1 gives it to pip as PIP_FIND_LINKS; way 2 serves
-it on 127.0.0.1 in the place of PyTorch's index, which is asked itself where FOLDER has no wheel for that Python; way 3 has neither.
-The proxies and certificates of the shell are kept. A try downloads 1 to 3 GB and needs up to 10 GB of disk until it is deleted.
+Each test uses a fresh clone of the last commit, an empty home directory, and pip without configuration or cache. FOLDER has CPU builds of
+torch (torch-*+cpu-*.whl). Way 1 passes it to pip as PIP_FIND_LINKS. Way 2 serves it on 127.0.0.1 in place of PyTorch's index; if FOLDER has
+no wheel for that Python, the real index is used. Way 3 has neither. Proxies and certificates of the shell are kept. A test downloads 1 to 3
+GB and needs up to 10 GB of disk until it is deleted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ HEADINGS = ("way", "taken", "Python", "install s", "GB", "torch", *MODULES, "qui
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """HTTP handler that logs nothing."""
+
     def log_message(self, *_):
         pass
 
 
 @contextlib.contextmanager
 def serve_wheels(wheels: list[Path], folder: Path) -> Iterator[str]:
-    """A package index on 127.0.0.1 that has these wheels of torch and nothing else. Yields its address."""
+    """Serve a package index on 127.0.0.1 that contains only these wheels of torch, and yield its address."""
     (folder / "torch").mkdir(parents=True)
     for wheel in wheels:
         (folder / "torch" / wheel.name).symlink_to(wheel)
@@ -51,7 +53,7 @@ def serve_wheels(wheels: list[Path], folder: Path) -> Iterator[str]:
 
 
 def run_and_show(command: list[str], environment: dict[str, str], folder: Path) -> tuple[bool, str]:
-    """Runs the command and shows what it says. Returns whether it ended well, and its last 200 lines."""
+    """Run a command, print its output, and return (whether it succeeded, its last 200 lines)."""
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         start_new_session=True,
@@ -63,12 +65,21 @@ def run_and_show(command: list[str], environment: dict[str, str], folder: Path) 
             lines = [*lines[-199:], line]
         return process.wait() == 0, "".join(lines)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def try_install(way: int, python: str, wheels: list[Path], index: str | None, quickstart: bool, folder: Path) -> list[str]:
-    """Installs in `folder` and returns a row of the table. `wheels` fit this Python; `index` stands for PyTorch's."""
+    """Install in `folder` and return a row of the table.
+
+    Args:
+        way: Way of the installation: 1, 2 or 3.
+        python: Python interpreter.
+        wheels: Wheels of torch for this Python.
+        index: Address that replaces PyTorch's index; None: the real one.
+        quickstart: Whether to run the quickstart too.
+        folder: Home directory of the test.
+    """
     checkout = folder / "checkout"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
     environment = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
@@ -100,18 +111,20 @@ def try_install(way: int, python: str, wheels: list[Path], index: str | None, qu
 
 
 def read_python_version(python: str) -> list[str]:
+    """Return the version of an interpreter as [major, minor, micro]."""
     code = "import sys; print(*sys.version_info[:3])"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 def main() -> int:
+    """Run the selected tests, print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", default=["python3.11", "python3.12"])
-    parser.add_argument("--way", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3])
+    parser.add_argument("--python", nargs="+", default=["python3.11", "python3.12"], help="interpreters")
+    parser.add_argument("--way", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="ways of the installation")
     parser.add_argument("--wheels", type=Path, help="folder with CPU builds of torch; without it, way 1 is not tried")
-    parser.add_argument("--quickstart", action="store_true", help="run the quickstart in each environment too")
+    parser.add_argument("--quickstart", action="store_true", help="also run the quickstart in each environment")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was tried is deleted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit normally, so that temporary folders are deleted
 
     rows, skipped = [], []
     for python in args.python:

@@ -1,12 +1,12 @@
-"""Which of our calls, patches and imports an unpacked wheel of vLLM, Megatron-Core or Transformer Engine still has. None of it is run.
+"""Report which names, arguments and methods that this package uses are missing in a wheel of vLLM, Megatron-Core or Transformer Engine.
 
     python -m pip download --no-deps vllm==0.33.0 -d wheels && unzip -q wheels/vllm-*.whl '*.py' -d vllm-0.33
     python tools/upstream.py vllm-0.33
-    python tools/upstream.py te-2.9 --caller core-0.19/megatron/core     # what Megatron-Core takes of another package
+    python tools/upstream.py te-2.9 --caller core-0.19/megatron/core     # what Megatron-Core uses of another package
 
-Three things are looked up in the wheel's source: every name that our code imports or takes from a module, every argument of a call by
-such a name, and every method that is reached through an object (`THROUGH_OBJECTS`, kept by hand). Exit code 1 where one is not there. What
-it does not see: names that a C extension defines, and what a function does.
+The wheel's source is read and not executed. Three things are looked up: every name that the package imports or reads from a module, every
+argument of a call by such a name, and every method that is reached through an object (`THROUGH_OBJECTS`, maintained by hand). Names defined
+by C extensions and changes of behavior are not detected. The exit code is 1 if anything is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UPSTREAM = ("vllm", "megatron", "transformer_engine")
 
-# Methods and attributes that our code reaches through objects: name in the wheel, keywords that it is called with.
+# Methods and attributes that the package reaches through objects: name in the wheel, keywords of the calls.
 THROUGH_OBJECTS: dict[str, tuple[str, ...]] = {
     "vllm.LLM.generate": ("lora_request", "use_tqdm"),
     "vllm.LLM.collective_rpc": ("args", "kwargs"),
@@ -62,46 +62,72 @@ THROUGH_OBJECTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What may be said in a call. most: positional arguments; None for any number."""
+    """Parameters of a function.
+
+    Args:
+        names: Names of all parameters.
+        required: Names of parameters without a default.
+        most: Largest number of positional arguments; None: any number.
+        takes_more: Whether it has **kwargs.
+    """
 
     names: frozenset[str]
     required: frozenset[str]
     most: int | None
-    takes_more: bool  # **kwargs
+    takes_more: bool
 
 
 @dataclass(slots=True)
 class Finding:
-    where: str  # file:line of the caller
+    """Something that is missing upstream.
+
+    Args:
+        where: "file:line" of the caller.
+        what: Description.
+    """
+
+    where: str
     what: str
 
 
 @dataclass(slots=True)
 class Definition:
-    """A definition: its node and the module that it stands in; None for a module itself, or what cannot be followed."""
+    """Definition of a name.
+
+    Args:
+        node: Syntax node; None for a module, or if the definition cannot be followed.
+        module: Module that contains it.
+    """
 
     node: ast.AST | None
     module: str
 
 
 class Source:
-    """The source of an unpacked wheel, by module."""
+    """Source of an unpacked wheel.
+
+    Args:
+        root: Folder that contains the packages.
+    """
 
     def __init__(self, root: Path):
         self.root, self._trees, self._names = root, dict[str, ast.Module | None](), dict[str, dict[str, ast.AST]]()
 
     def has_package(self, name: str) -> bool:
+        """Return whether the wheel has a top-level package."""
         return (self.root / name).is_dir()
 
     def find_file(self, module: str) -> Path | None:
+        """Return the file of a module; None if there is none."""
         base = self.root.joinpath(*module.split("."))
         return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.exists()), None)
 
     def is_module(self, module: str) -> bool:
+        """Return whether a dotted name is a module or a namespace package."""
         return self.find_file(module) is not None or self.root.joinpath(*module.split(".")).is_dir()  # a namespace package
 
     def read_names(self, module: str) -> dict[str, ast.AST]:
-        """What stands at the top of a module, also under `if` and `try`; "*" and a number for star imports."""
+        """Return the names at the top level of a module, also under `if` and `try`. Star imports have the key "*" with a line number."""
         if module not in self._names:
             path = self.find_file(module)
             tree = ast.parse(path.read_text(encoding="utf-8")) if path else ast.Module([], [])
@@ -109,7 +135,7 @@ class Source:
         return self._names[module]
 
     def find(self, dotted: str, depth: int = 0) -> Definition | None:
-        """What the dotted name means, through re-exports and base classes; None if there is no such thing."""
+        """Return the definition of a dotted name, following re-exports and base classes; None if it does not exist."""
         if self.is_module(dotted):
             return Definition(None, dotted)
         owner, _, name = dotted.rpartition(".")
@@ -148,7 +174,7 @@ class Source:
         return self.find(f"{source}.{name}", depth + 1)
 
     def _find_lazy_name(self, module: str, name: str) -> str:
-        """vLLM's first file says where its names are in a table, for a `__getattr__`."""
+        """Return the dotted name that vLLM's `__getattr__` imports for a name, from its table; empty if there is none."""
         table = self.read_names(module).get("MODULE_ATTRS")
         if not isinstance(table, ast.Dict):
             return ""
@@ -182,7 +208,7 @@ class Source:
                 yield hit
 
     def read_signature(self, found: Definition, depth: int = 0) -> Signature | None:
-        """None where it cannot be read from the source."""
+        """Return the signature of a function or class; None if the source does not show it."""
         node = found.node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return _read_function_signature(node, is_bound=any(ast.unparse(d) == "classmethod" for d in node.decorator_list))
@@ -220,7 +246,12 @@ def _iterate_top_level(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.AST]
             for alias in node.names:
                 yield (f"*{node.lineno}" if alias.name == "*" else alias.asname or alias.name), node
         elif isinstance(node, ast.Try):
-            for part in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody, node.body):  # the last word counts
+            for part in (
+                *(handler.body for handler in node.handlers),
+                node.orelse,
+                node.finalbody,
+                node.body,
+            ):  # the last definition counts
                 yield from _iterate_top_level(part)
         elif isinstance(node, (ast.If, ast.With)):
             yield from _iterate_top_level([*getattr(node, "orelse", []), *node.body])
@@ -237,16 +268,26 @@ def _read_function_signature(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is
 
 @dataclass(slots=True)
 class Caller:
-    """One file of ours: what it takes from upstream."""
+    """One file of this package and the upstream names that it uses.
+
+    Args:
+        path: The file.
+        source: Source of the wheel.
+        known: Dotted upstream name of each local name.
+        dicts: Keys that each dict receives, for calls with **name.
+        findings: What is missing.
+        checked: Number of lookups.
+    """
 
     path: Path
     source: Source
-    known: dict[str, str] = field(default_factory=dict)  # name in the file -> dotted name upstream
-    dicts: dict[str, set[str]] = field(default_factory=dict)  # name -> keys that it is given somewhere, for **name
+    known: dict[str, str] = field(default_factory=dict)
+    dicts: dict[str, set[str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     checked: int = 0
 
     def check_file(self) -> None:
+        """Look up everything that the file uses."""
         tree = ast.parse(self.path.read_text(encoding="utf-8"))
         hits: dict[str, tuple[bool, int]] = {}
         tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and "Import" in "".join(map(ast.unparse, node.handlers))]
@@ -255,12 +296,12 @@ class Caller:
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self._check_import(node, id(node) in tried | instead, hits)
-        for node in ast.walk(tree):  # what is looked for in two places must be in one of them; one that has a substitute may be missing
+        for node in ast.walk(tree):  # a name imported from two modules must be in one of them; a name with a fallback may be missing
             if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) in instead:
                 for alias in node.names:
                     has, line = hits.get(alias.asname or alias.name, (True, 0))
                     if not has:
-                        self._add_finding(line, f"{alias.name} is in none of the places where it is looked for")
+                        self._add_finding(line, f"{alias.name} is in none of the modules that it is imported from")
         self._collect_aliases(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in self.known:
@@ -295,7 +336,7 @@ class Caller:
                 self.known[local] = dotted if alias.asname or module else local
 
     def _collect_aliases(self, tree: ast.AST) -> None:
-        """`kind, more = TransformerConfig, {}` and `more = dict(key=...)`: what a call by another name is given."""
+        """Record aliases of upstream names (`kind = TransformerConfig`) and keys of dicts (`more = dict(key=...)`) used in calls."""
         for node in ast.walk(tree):
             if not isinstance(node, ast.Assign):
                 continue
@@ -305,7 +346,7 @@ class Caller:
                 if not isinstance(to, ast.Name):
                     continue
                 if isinstance(what, ast.Name) and what.id in self.known:
-                    self.known[to.id] = self.known[what.id]  # where there are several, the innermost: a class that has more arguments
+                    self.known[to.id] = self.known[what.id]  # of several, the innermost, a class with more arguments
                 if isinstance(what, ast.Call) and isinstance(what.func, ast.Name) and what.func.id == "dict":
                     self.dicts.setdefault(to.id, set()).update(k.arg for k in what.keywords if k.arg)
 
@@ -329,14 +370,20 @@ class Caller:
             self._add_finding(node.lineno, f"{dotted} takes no {', '.join(unknown)}")
         positional = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
         if signature.most is not None and len(positional) > signature.most:
-            self._add_finding(node.lineno, f"{dotted} takes {signature.most} arguments by place, not {len(positional)}")
+            self._add_finding(node.lineno, f"{dotted} takes {signature.most} positional arguments, not {len(positional)}")
         is_open = any(keyword.arg is None for keyword in node.keywords) or len(positional) < len(node.args)
         if not is_open and len(signature.required - given) > len(positional):
-            self._add_finding(node.lineno, f"{dotted} also asks for {', '.join(sorted(signature.required - given))}")
+            self._add_finding(node.lineno, f"{dotted} also requires {', '.join(sorted(signature.required - given))}")
 
 
 def check(unpacked: Path, callers: Sequence[Path], *, through_objects: bool = True) -> tuple[int, list[Finding]]:
-    """(how many things were looked up, what is not there)."""
+    """Return (number of lookups, findings) of some files or folders.
+
+    Args:
+        unpacked: Folder of the unpacked wheel.
+        callers: Files or folders to check.
+        through_objects: Whether to look up THROUGH_OBJECTS too.
+    """
     source, checked, findings = Source(unpacked), 0, list[Finding]()
     for path in sorted(file for caller in callers for file in ([caller] if caller.is_file() else caller.rglob("*.py"))):
         caller = Caller(path, source)
@@ -356,16 +403,17 @@ def check(unpacked: Path, callers: Sequence[Path], *, through_objects: bool = Tr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("unpacked", type=Path, help="the folder that holds the wheel's package (site-packages is one)")
-    parser.add_argument("--caller", type=Path, nargs="*", help="files or folders to look at (default: megatron_grpo)")
+    parser.add_argument("unpacked", type=Path, help="folder that contains the wheel's package, such as site-packages")
+    parser.add_argument("--caller", type=Path, nargs="*", help="files or folders to check (default: megatron_grpo)")
     args = parser.parse_args(argv)
     if not any(Source(args.unpacked).has_package(name) for name in UPSTREAM):
-        parser.error(f"{args.unpacked} holds none of {', '.join(UPSTREAM)}: give the folder into which the wheel was unpacked")
+        parser.error(f"{args.unpacked} contains none of {', '.join(UPSTREAM)}: pass the folder into which the wheel was unpacked")
     checked, findings = check(args.unpacked, args.caller or [ROOT / "megatron_grpo"], through_objects=not args.caller)
     for finding in findings:
         print(f"{finding.where}: {finding.what}")
-    print(f"{checked} looked up, {len(findings)} not there")
+    print(f"{checked} lookups, {len(findings)} missing")
     return 1 if findings else 0
 
 

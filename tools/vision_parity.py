@@ -1,9 +1,10 @@
-"""Models that see, in every layout, against transformers in float64: log-probs, and gradients of language model, aligner and tower.
+"""Compare vision-language models in every layout with transformers in float64: log-probs and gradients of all parts.
 
     python tools/vision_parity.py [--families qwen2_5_vl ...] [--layouts "TP2 SP" CP2 ...] [--ways shared ...]
 
-Ranks are real processes that talk over gloo. Rows show one picture, two, or none, share pictures, and hold placeholders that were drawn.
-What is exported before the first step is the checkpoint, bit for bit. Takes half an hour on two cores; a part of it is a test.
+Ranks are processes connected by gloo. Rows have no, one or two images, share images, and some completions contain sampled image
+placeholders. The export before the first step must equal the checkpoint bit for bit. A run takes half an hour on two cores; a part of it is
+a test. The exit code is 1 if any difference exceeds the limits.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
+sys.path.insert(0, str(ROOT))  # as a script, only its own folder is on the path
 
 from tests import parity_cases as cases  # noqa: E402
 from tests import vision_cases as vision  # noqa: E402
 from tests.ranks import RanksFailed, run_ranks  # noqa: E402
 
 STEPS = 2
-# Adapters begin at zero: what two steps have made of them has the relative error of a step, which Adam divides by its size.
+# Adapters start at zero, so after two steps they have the relative error of a step, which Adam divides by its size.
 LIMITS = {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-4}
 
 
 def main() -> int:
+    """Compare all selected cases, print a line for each and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(vision.FAMILIES), choices=vision.FAMILIES)
     parser.add_argument("--layouts", nargs="+", default=list(vision.LAYOUTS), choices=vision.LAYOUTS, metavar="LAYOUT")
@@ -58,14 +60,25 @@ def main() -> int:
 
 
 def describe(d: cases.Distance) -> str:
+    """Return a phrase with the numbers of a distance."""
     return f"loss {d.loss:.0e}, gradient {d.gradient:.1e} ({d.worst_gradient}), weights after {STEPS} steps {d.weight:.0e}"
 
 
 def compare_layout(path, layout: str, ways, batches, wanted, references) -> dict[str, tuple[float, cases.Distance]]:
+    """Return (worst log-prob difference, distance) of each way in one layout; infinite if a rank failed.
+
+    Args:
+        path: Path of the checkpoint.
+        layout: Name of the layout.
+        ways: Settings of each way.
+        batches: Rows of each step.
+        wanted: Log-probs in float64.
+        references: Reference results by settings; missing ones are added.
+    """
     where = vision.LAYOUTS[layout]
     try:
         of_ranks = run_ranks(vision.all_ways, where.world_size, path, where.settings, ways, batches, timeout=120 + 60 * len(ways))
-    except RanksFailed as error:  # the other layouts go on
+    except RanksFailed as error:  # continue with the other layouts
         print(error, file=sys.stderr)
         return dict.fromkeys(ways, (float("inf"), cases.Distance.failed()))
     found = {}

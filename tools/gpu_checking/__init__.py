@@ -1,1 +1,1 @@
-"""The GPU check, `tools/gpu_check.sh`: what it does (`steps`), and how a step is run, remembered and told (`run`)."""
+"""Steps of the GPU check and the program that runs them."""

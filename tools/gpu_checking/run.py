@@ -1,6 +1,6 @@
-"""Runs the steps of the GPU check one after the other, remembers what came of each, and tells it; without a GPU it checks the check.
+"""Run the steps of the GPU check in order, save and print their results; without a GPU, check only that each step could start.
 
-`tools/gpu_check.sh` is the command; `steps` has what is done.
+`tools/gpu_check.sh` is the command; `steps` defines the steps.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
+sys.path.insert(0, str(ROOT))  # as a script, only its own folder is on the path
 
 from tools.gpu_checking import steps as table  # noqa: E402
 from tools.gpu_checking.steps import STEPS, CommandStep, RunStep, Step  # noqa: E402
 
 RESULTS = "gpu_check.json"
-SECONDS_TO_LEAVE = 60.0  # for a run that was asked to stop
-# What a box with torch alone lacks, by what each is for. Together at most MOST_MIB, packed.
+SECONDS_TO_LEAVE = 60.0  # that a stopped process has to exit
+# Packages that the steps need on a machine that has torch only. The archive may have at most MOST_MIB MiB.
 PACKED = ("megatron-core", "trl", "transformers", "tokenizers", "safetensors", "huggingface-hub", "hf-xet", "regex", "accelerate", "psutil",
           "pyyaml", "rich", "pygments", "markdown-it-py", "mdurl", "sentencepiece", "pytest", "pluggy", "iniconfig", "cloudpickle",
           "requests", "tqdm", "filelock", "packaging", "numpy")  # fmt: skip
@@ -34,7 +34,7 @@ MOST_MIB = 64
 
 
 def list_gpus() -> list[str]:
-    """Asked of the driver, as tests do: torch may have been hidden from it."""
+    """Return the GPUs that the driver lists. torch is not asked, because CUDA_VISIBLE_DEVICES may hide GPUs from it."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (FileNotFoundError, subprocess.TimeoutExpired):
@@ -43,7 +43,12 @@ def list_gpus() -> list[str]:
 
 
 class Check:
-    """The folder of one check, with all that is known so far."""
+    """Results of one check, saved in its folder.
+
+    Args:
+        out: Folder of the check.
+        minutes: Budget in minutes; no step starts after it.
+    """
 
     def __init__(self, out: Path, minutes: float):
         self.out, self.budget = out, 60 * minutes
@@ -52,10 +57,11 @@ class Check:
 
     @property
     def seconds(self) -> float:
-        """Spent on steps, in earlier calls too."""
+        """Seconds spent on steps in this and earlier calls."""
         return sum(one["seconds"] for one in self.found.values())
 
     def run(self, chosen: Sequence[Step]) -> None:
+        """Run the steps that have no result yet and print each result."""
         for step in chosen:
             if self.found.get(step.name, {}).get("verdict") in ("PASS", "FAIL"):
                 self.tell(step.name)
@@ -66,6 +72,7 @@ class Check:
             self.tell(step.name)
 
     def _outcome(self, step: Step) -> tuple[str, str]:
+        """Run a step and return (verdict, note)."""
         if lacks := [name for name in step.needs if importlib.util.find_spec(name) is None]:
             return "SKIP", f"{' and '.join(lacks)} not installed"
         if self.seconds >= self.budget:
@@ -82,10 +89,11 @@ class Check:
         try:
             said = step.judge(self.out, log.read_text(errors="replace"))
         except (OSError, KeyError, ValueError, StopIteration) as error:
-            return "FAIL", f"what it left cannot be judged: {type(error).__name__}: {error}; see {log}"
+            return "FAIL", f"the results cannot be read: {type(error).__name__}: {error}; see {log}"
         return ("FAIL", said.removeprefix("! ")) if said.startswith("!") else ("PASS", said)
 
     def note(self, name: str, verdict: str, seconds: float, note: str) -> None:
+        """Save the result of a step."""
         self.found[name] = {"verdict": verdict, "seconds": round(seconds, 1), "note": note}
         failed = any(one["verdict"] == "FAIL" for one in self.found.values())
         whole = {"verdict": "FAIL" if failed else "PASS", "seconds": round(self.seconds, 1), "gpus": list_gpus(), "steps": self.found}
@@ -94,12 +102,21 @@ class Check:
         partial.replace(self.file)
 
     def tell(self, name: str) -> None:
+        """Print the result of a step."""
         one = self.found[name]
         print(f"{one['verdict']} {name:<16} {one['seconds']:6.1f} s  {one['note']}", flush=True)
 
 
 def run_command(command: CommandStep | RunStep, out: Path, env: Mapping[str, str], stream, limit: float) -> int | None:
-    """The exit status; None where it did not end in `limit` seconds."""
+    """Run a command and return its exit status; None if it did not end in `limit` seconds.
+
+    Args:
+        command: Command of a step.
+        out: Folder of the check.
+        env: Additional environment variables.
+        stream: Log file.
+        limit: Limit in seconds.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "4", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
     if isinstance(command, CommandStep):
         return _wait(
@@ -116,10 +133,10 @@ def run_command(command: CommandStep | RunStep, out: Path, env: Mapping[str, str
                 if path.exists() and len(table.read_metrics(out / command.folder)) >= before + command.after:
                     process.send_signal(getattr(signal, command.kills))
                     break
-                time.sleep(0.05)  # between two looks: nobody tells that a step was written
+                time.sleep(0.05)  # polling interval: nothing signals that a step was written
             if command.kills == "SIGKILL":
                 process.wait()
-                time.sleep(5)  # what it had started is ended with it
+                time.sleep(5)  # time for child processes to end
         return _wait(process, end - time.monotonic())
 
 
@@ -138,7 +155,7 @@ def _wait(process: subprocess.Popen, limit: float) -> int | None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """It and whatever it started, which is in its session."""
+    """End a process and all processes of its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -149,7 +166,7 @@ def _end(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def _start_server(command: RunStep, out: Path, environment: Mapping[str, str], stream, limit: float) -> Iterator[list[str] | None]:
-    """Further words for the run that samples from it; None where it did not come up."""
+    """Start the rollout server of a run and yield the flags that connect the run to it; None if the server did not start."""
     if not command.beside:
         yield []
         return
@@ -160,7 +177,7 @@ def _start_server(command: RunStep, out: Path, environment: Mapping[str, str], s
     process, end = _start(command.make_server_words(out), environment, stream), time.monotonic() + limit
     try:
         while not address.exists() and process.poll() is None and time.monotonic() < end:
-            time.sleep(0.2)  # between two looks: nobody tells that the server has come up
+            time.sleep(0.2)  # polling interval: nothing signals that the server is ready
         yield ["--vllm_server_base_url", address.read_text().strip()] if address.exists() else None
     finally:
         if process.poll() is None:
@@ -171,8 +188,11 @@ def _start_server(command: RunStep, out: Path, environment: Mapping[str, str], s
 
 
 def find_problems(out: Path) -> list[str]:
-    """What of the check would not even begin: flags that `plan` refuses, tests that pytest does not find, words that a benchmark does not
-    take. The machine's own lacks are not among them."""
+    """Return the problems that would prevent a step from starting.
+
+    Checked are the flags of runs (with `plan`), the names of tests (with pytest) and the arguments of benchmarks. Missing packages and
+    hardware are not problems.
+    """
     table.prepare(out)
     found, tests = [], list[str]()
     for step in STEPS:
@@ -193,7 +213,7 @@ def find_problems(out: Path) -> list[str]:
     )  # fmt: skip
     if collected.returncode:
         found.append(f"pytest does not collect {' '.join(dict.fromkeys(tests))}: {collected.stdout.splitlines()[-1:]}")
-    if sum(step.seconds for step in STEPS) > 3 * 60 * 25:  # limits; a step takes a third of its limit, if all is well
+    if sum(step.seconds for step in STEPS) > 3 * 60 * 25:  # limits are generous: a step normally takes a third of its limit
         found.append("the steps' limits together are more than three times 25 minutes")
     return found
 
@@ -202,7 +222,7 @@ def _find_refusals(command: RunStep, out: Path) -> list[str]:
     from megatron_grpo import cli
 
     said = io.StringIO()
-    # The quickstart's model and data are made by the step itself.
+    # The step makes the quickstart's model and data itself.
     made = {"quickstart": ["--model", str(out / "model"), "--dataset", str(out / "prompts.jsonl")]}.get(command.folder, [])
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = cli.main(["plan", *command.make_words(out)[4:], "--json", *made, *_get_server_flags(command)])
@@ -224,11 +244,14 @@ def _find_unknown_words(words: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("output/gpu_check"))
-    parser.add_argument("--minutes", type=float, default=25.0, help="no step begins after so many, earlier calls included")
-    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps alone")
-    parser.add_argument("--pack", type=Path, help="a folder for a box with torch alone: what else these steps need, without vLLM")
+    parser.add_argument("--out", type=Path, default=Path("output/gpu_check"), help="folder of results and logs")
+    parser.add_argument("--minutes", type=float, default=25.0, help="budget of all calls; no step starts after it")
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="run only these steps")
+    parser.add_argument(
+        "--pack", type=Path, help="install the packages that the steps need besides torch and vLLM into this folder, and exit"
+    )
     args = parser.parse_args(argv)
     if args.pack:
         return pack(args.pack)
@@ -245,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pack(folder: Path) -> int:
-    """Installs what `PACKED` names into a folder, for this Python, and says how much it is when packed."""
+    """Install the packages of `PACKED` into a folder for this Python, compress it and print the size; return the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     installed = subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKED, str(ROOT)]

@@ -1,4 +1,4 @@
-"""The steps of the GPU check, in their order: the most telling first. Plain data; `run` runs them, and checks it without a GPU."""
+"""Steps of the GPU check, the most informative first. `run` executes them, and without a GPU checks that they could start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PYTHON = sys.executable
 TRAIN, SERVE = "train", "serve"
 # A small Qwen3 with random weights, in bfloat16: heads of 64 channels, which all kernels take.
 MODEL = dict(family="qwen3", hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn=1536, vocab=512, max_positions=1024, std=0.05)
-GAP = 0.05  # nats: mean |log-prob of trainer - of sampler|; a peer states 0.011, and stale weights give 1 and more
+GAP = 0.05  # mean |log-prob of trainer - log-prob of sampler| in nats; stale weights give 1 and more
 
 Flags = dict[str, object]
 BASE: Flags = {
@@ -28,9 +28,14 @@ ARITHMETIC = "tests/gpu/test_steps.py"
 class Step:
     """One line of the check.
 
-    commands: run one after the other; all must end with `ends`. A command is a list of words, or flags of a run in a folder of its own
-    (`of`). needs: packages without which the step is skipped. judge: what the step's folder must show besides, as a sentence that begins
-    with "!" where it does not. kills: signal to the command once its run has written `after` metrics.
+    Args:
+        name: Name.
+        shows: What the step verifies.
+        seconds: Limit of its duration.
+        commands: Commands, executed in order; each must end with one of its expected exit codes.
+        needs: Packages without which the step is skipped.
+        env: Additional environment variables.
+        judge: Function that returns a note on the results, given the check's folder and the log; the note of a failure begins with "!".
     """
 
     name: str
@@ -44,7 +49,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandStep:
-    """Words of a command. OUT stands for the check's folder."""
+    """Command line of a program.
+
+    Args:
+        words: Words of the command; OUT stands for the check's folder.
+        ends: Expected exit code.
+    """
 
     words: tuple[str, ...]
     ends: int = 0
@@ -52,8 +62,16 @@ class CommandStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStep:
-    """A run. folder: its output_dir inside the check's. kills: a signal, once there are `after` lines of metrics. beside: flags of a server
-    that runs meanwhile."""
+    """Training run.
+
+    Args:
+        folder: Name of its output_dir in the check's folder.
+        flags: Settings.
+        ends: Expected exit codes.
+        kills: Signal sent to the run; empty: none.
+        after: Lines of metrics after which the signal is sent.
+        beside: Flags of a rollout server that runs meanwhile; empty: none.
+    """
 
     folder: str
     flags: Flags = field(default_factory=dict)
@@ -63,9 +81,11 @@ class RunStep:
     beside: Flags = field(default_factory=dict)
 
     def make_words(self, out: Path) -> list[str]:
+        """Return the command line of the run."""
         return _make_words(TRAIN, BASE | {"output_dir": out / self.folder} | self.flags, out)
 
     def make_server_words(self, out: Path) -> list[str]:
+        """Return the command line of the rollout server."""
         return _make_words(SERVE, self.beside, out)
 
 
@@ -82,7 +102,7 @@ def _make_words(command: str, flags: Flags, out: Path) -> list[str]:
 
 
 def prepare(out: Path) -> None:
-    """The model, prompts and the reward of the steps, each made once."""
+    """Write the models, prompts and reward function of the steps, if they do not exist."""
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model" / "config.json").exists():
         from tests.tiny_models import write_tiny
@@ -96,22 +116,29 @@ def prepare(out: Path) -> None:
     )
 
 
-# ---- judges: what a folder must show -----------------------------------------------------------------------------------------------------
+# ---- judges ------------------------------------------------------------------------------------------------------------------------------
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """Return the lines of a run's metrics.jsonl."""
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def judge_gap(name: str, least: int = 1, bar: float = GAP) -> Callable[[Path, str], str]:
-    """The mean difference of log-probs in every step of a run, and how flat it stays."""
+    """Return a judge of the mean log-prob difference between trainer and sampler in each step.
+
+    Args:
+        name: Folder of the run.
+        least: Number of steps that must have the metric.
+        bar: Limit in nats.
+    """
 
     def judge(out: Path, log: str) -> str:
         name_of_mean = "sampling/sampling_logp_difference/mean"
         found = [line[name_of_mean] for line in read_metrics(out / name) if name_of_mean in line]
         if len(found) < least:
-            return f"! {len(found)} of {least} steps say how far trainer and sampler are apart"
+            return f"! {len(found)} of {least} steps have {name_of_mean}"
         said = f"mean log-prob difference {min(found):.4f} to {max(found):.4f}, first {found[0]:.4f}, last {found[-1]:.4f}"
         return said if max(found) < bar else f"! {said}; the bar is {bar}"
 
@@ -119,6 +146,8 @@ def judge_gap(name: str, least: int = 1, bar: float = GAP) -> Callable[[Path, st
 
 
 def judge_reward_growth(name: str) -> Callable[[Path, str], str]:
+    """Return a judge that compares the mean rewards of the first and last five steps."""
+
     def judge(out: Path, log: str) -> str:
         found = [line["reward"] for line in read_metrics(out / name) if "reward" in line]
         if len(found) < 10:
@@ -130,7 +159,13 @@ def judge_reward_growth(name: str) -> Callable[[Path, str], str]:
 
 
 def judge_equal_weights(one: str, other: str, bar: float) -> Callable[[Path, str], str]:
-    """The exported weights of two runs. bar: the largest difference of any weight."""
+    """Return a judge that compares the exported weights of two runs.
+
+    Args:
+        one: Folder of a run.
+        other: Folder of the other run.
+        bar: Largest allowed difference of a weight.
+    """
 
     def judge(out: Path, log: str) -> str:
         from safetensors.torch import load_file
@@ -143,7 +178,7 @@ def judge_equal_weights(one: str, other: str, bar: float) -> Callable[[Path, str
 
 
 def judge_replay(name: str) -> Callable[[Path, str], str]:
-    """Every token of a run took the experts of the sampler, and some completions ended by a stop token."""
+    """Return a judge that checks that the sampler's experts were replayed, and that some completions ended with a stop token."""
 
     def judge(out: Path, log: str) -> str:
         lines = [line for line in read_metrics(out / name) if "routing/replayed" in line]
@@ -158,6 +193,8 @@ def judge_replay(name: str) -> Callable[[Path, str], str]:
 
 
 def combine_judges(*judges: Callable[[Path, str], str]) -> Callable[[Path, str], str]:
+    """Return a judge that fails if any of several judges fails."""
+
     def judge(out: Path, log: str) -> str:
         found = [one(out, log) for one in judges]
         return next((said for said in found if said.startswith("!")), "; ".join(found))
@@ -166,19 +203,21 @@ def combine_judges(*judges: Callable[[Path, str], str]) -> Callable[[Path, str],
 
 
 def judge_threads(out: Path, log: str) -> str:
+    """Check that a second engine changed neither the number of CPU threads, nor the matmul precision, nor the samples."""
     found = json.loads(next(line for line in reversed(log.splitlines()) if line.startswith("{")))
     is_right = found["after"] == found["before"] > 1 and found["precision"] == "high" and found["same"]
     return f"{'' if is_right else '! '}{found}"
 
 
 def judge_memory_error(out: Path, log: str) -> str:
-    """Check that a GPU without free memory ends in a sentence that names flags, without a traceback."""
+    """Check that a GPU without free memory ends in an error that names settings, without a traceback."""
     if "Traceback" in log:
-        return "! a traceback, where a sentence was to be"
-    return "" if "vllm_gpu_memory_utilization" in log else "! the sentence names no flag that helps"
+        return "! the error is a traceback"
+    return "" if "vllm_gpu_memory_utilization" in log else "! the error does not name vllm_gpu_memory_utilization"
 
 
 def judge_no_processes(out: Path, log: str) -> str:
+    """Check that no process is left on the GPU, and that the killed and resumed run has the weights of the uninterrupted one."""
     import subprocess
 
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -187,7 +226,11 @@ def judge_no_processes(out: Path, log: str) -> str:
 
 
 def report_numbers(*names: str) -> Callable[[Path, str], str]:
-    """The numbers of a benchmark's JSON."""
+    """Return a judge that reports numbers of a benchmark's JSON output.
+
+    Args:
+        names: Names to report; all if empty.
+    """
 
     def judge(out: Path, log: str) -> str:
         found = json.loads(next(line for line in reversed(log.splitlines()) if line.startswith("{")))
@@ -219,7 +262,7 @@ found = {n: next((m.version(n) for _ in [0] if n in {d.metadata["Name"] for d in
 print(json.dumps(found | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}))
 assert torch.cuda.is_bf16_supported()
 """
-# An engine after another in one process, with sleep; without OMP_NUM_THREADS, as a run that no launcher starts.
+# Two engines, one after the other, in one process with sleep; OMP_NUM_THREADS is unset, as in a run without a launcher.
 THREADS = """
 import os, sys
 os.environ.pop("OMP_NUM_THREADS", None)
@@ -254,7 +297,7 @@ QUICKSTART = {
 LORA = {"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 FEW_BITS = {"use_precision_aware_optimizer": "true", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
 PARTIAL = {"async_rollout_depth": 1, "max_steps": 4, "rollout_importance_sampling_mode": "token_truncate"}
-STOP_TOKENS = tuple(range(10, 500, 20))  # a token in twenty: most completions end by one
+STOP_TOKENS = tuple(range(10, 500, 20))  # one token in twenty, so that most completions end with a stop token
 SERVER_FLAGS_OMITTED = dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_enforce_eager", "sleep_level"))
 TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 
@@ -266,43 +309,47 @@ STEPS: tuple[Step, ...] = (
          commands=_make_pytest_command("tests/gpu/test_delta_rule.py")),
     Step(name="steps_local", shows="an optimizer step on local layers against float64: dense, experts, adapters, shared prompts, host",
          seconds=300, commands=_make_pytest_command(ARITHMETIC, "-k", "not transformer_engine")),
-    Step(name="steps_te", shows="the same on Transformer Engine's layers", seconds=180, needs=("transformer_engine",),
-         commands=_make_pytest_command(ARITHMETIC, "-k", "transformer_engine")),
-    Step(name="layers_local", shows="every kind of layer in bfloat16 against float32 on the CPU", seconds=150, commands=_make_layer_commands("local")),
-    Step(name="layers_te", shows="the same of Transformer Engine's", seconds=120, needs=("transformer_engine",),
+    Step(name="steps_te", shows="an optimizer step on Transformer Engine layers against float64", seconds=180,
+         needs=("transformer_engine",), commands=_make_pytest_command(ARITHMETIC, "-k", "transformer_engine")),
+    Step(name="layers_local", shows="every kind of layer in bfloat16 against float32 on the CPU", seconds=150,
+         commands=_make_layer_commands("local")),
+    Step(name="layers_te", shows="every kind of Transformer Engine layer in bfloat16 against float32 on the CPU", seconds=120,
+         needs=("transformer_engine",),
          commands=_make_layer_commands("transformer_engine")),
-    Step(name="memory_offload", shows="offloaded memory is returned to the driver, and its contents come back bit for bit", seconds=180,
+    Step(name="memory_offload", shows="offloaded memory is returned to the driver, and its contents are restored bit for bit", seconds=180,
          commands=_make_pytest_command("tests/gpu/test_memory_offload.py")),
-    Step(name="gap", shows="thirty rollouts: trainer and sampler", seconds=120, needs=("vllm",),
+    Step(name="gap", shows="log-prob difference between trainer and sampler in thirty rollouts", seconds=120, needs=("vllm",),
          commands=(RunStep(folder="gap", flags={"max_steps": 30, "sleep_level": 0}),), judge=judge_gap("gap", 30)),
-    Step(name="sleep1_graphs", shows="CUDA graphs read pushed weights; sleep 1", seconds=120, needs=("vllm",),
+    Step(name="sleep1_graphs", shows="CUDA graphs use synced weights; sleep 1", seconds=120, needs=("vllm",),
          commands=(RunStep(folder="graphs", flags={"vllm_enforce_eager": "false"}),), judge=judge_gap("graphs", 3)),
     Step(name="sleep2_eval", shows="sleep 2, with an evaluation between two steps of one rollout", seconds=90, needs=("vllm",),
-         commands=(RunStep(folder="sleep2", flags={"sleep_level": 2, "num_iterations": 2, "max_steps": 4, "eval_dataset": "OUT/prompts.jsonl",
-                                              "eval_steps": 1, "eval_num_prompts": 8}),), judge=judge_gap("sleep2", 2)),
+         commands=(RunStep(folder="sleep2", flags={"sleep_level": 2, "num_iterations": 2, "max_steps": 4, "eval_steps": 1,
+                                                   "eval_dataset": "OUT/prompts.jsonl", "eval_num_prompts": 8}),),
+         judge=judge_gap("sleep2", 2)),
     Step(name="t8", shows="training steps beside TRL's, Qwen3-0.6B sizes", seconds=300, needs=("trl", "datasets"),
-         commands=_make_python_command("benchmarks/gpu.py", "t8"), judge=report_numbers("trl_over_ours", "ours_tokens_per_s", "of_gemm_limit")),
+         commands=_make_python_command("benchmarks/gpu.py", "t8"),
+         judge=report_numbers("trl_over_ours", "ours_tokens_per_s", "of_gemm_limit")),
     Step(name="straight", shows="four steps, exported", seconds=90, needs=("vllm",),
          commands=(RunStep(folder="straight", flags=SAVING | {"max_steps": 4, "export_hf": "true"}),), judge=judge_gap("straight", 4)),
-    Step(name="killed", shows="SIGKILL after two steps leaves nothing on the GPU; the same command ends with the same weights", seconds=150,
-         needs=("vllm",), judge=judge_no_processes,
+    Step(name="killed", shows="SIGKILL after two steps leaves no process on the GPU; the same command then gives the same weights",
+         seconds=150, needs=("vllm",), judge=judge_no_processes,
          commands=(RunStep(folder="killed", flags=SAVING | {"max_steps": 4, "export_hf": "true"}, kills="SIGKILL", after=2, ends=(-9, 137)),
                    RunStep(folder="killed", flags=SAVING | {"max_steps": 4, "export_hf": "true"}))),
-    Step(name="terminated", shows="SIGTERM saves and ends with 3; Transformer Engine's checkpoint goes on with local layers", seconds=150,
+    Step(name="terminated", shows="SIGTERM saves and exits with 3; a Transformer Engine checkpoint resumes with local layers", seconds=150,
          needs=("vllm", "transformer_engine"), judge=judge_gap("terminated", 2),
          commands=(RunStep(folder="terminated", flags=TE | {"max_steps": 200}, kills="SIGTERM", ends=(3,)),
                    RunStep(folder="terminated", flags=LOCAL | {"max_steps": 200}, kills="SIGTERM", ends=(3,)),
                    RunStep(folder="terminated", flags=TE | {"max_steps": 200}, kills="SIGTERM", ends=(3,)))),
-    Step(name="lora", shows="adapters are pushed, and the trial before proves that vLLM takes them", seconds=90, needs=("vllm",),
+    Step(name="lora", shows="adapters are synced, and the check before the run verifies that vLLM uses them", seconds=90, needs=("vllm",),
          commands=(RunStep(folder="lora", flags=LORA),), judge=judge_gap("lora", 3)),
-    Step(name="r3_stop", shows="replayed experts, with completions that a stop token ends; sleep 1", seconds=120, needs=("vllm",),
+    Step(name="r3_stop", shows="replayed experts, with completions that end with a stop token; sleep 1", seconds=120, needs=("vllm",),
          commands=(RunStep(folder="r3", flags={"model": "OUT/experts", "router_replay_mode": "R3", "stop_token_ids": STOP_TOKENS}),),
          judge=judge_replay("r3")),
     Step(name="masks", shows="top-k, top-p and min-p with their masks, and a regular expression", seconds=150, needs=("vllm",),
          commands=(RunStep(folder="cut", flags={"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
                    RunStep(folder="regex", flags={"top_k": 64, "vllm_structured_outputs_regex": "[0-9 ]{8,60}"})),
          judge=combine_judges(judge_gap("cut", 3), judge_gap("regex", 3))),
-    Step(name="partial", shows="completions that go on over weight syncs", seconds=120, needs=("vllm",), judge=judge_gap("partial", 4),
+    Step(name="partial", shows="completions that continue after weight syncs", seconds=120, needs=("vllm",), judge=judge_gap("partial", 4),
          commands=(RunStep(folder="partial", flags=PARTIAL),)),
     Step(name="sleep2_graphs", shows="sleep 2 with CUDA graphs", seconds=120, needs=("vllm",), judge=judge_gap("sleep2_graphs", 3),
          commands=(RunStep(folder="sleep2_graphs", flags={"sleep_level": 2, "vllm_enforce_eager": "false"}),)),
@@ -310,31 +357,34 @@ STEPS: tuple[Step, ...] = (
          commands=(RunStep(folder="lora_graphs", flags=LORA | {"vllm_enforce_eager": "false"}),)),
     Step(name="threads", shows="CPU threads of the trainer after a second engine", seconds=120, needs=("vllm",), judge=judge_threads,
          commands=_make_python_command("-c", THREADS, "OUT/model", '{"vllm_gpu_memory_utilization": 0.2, "vllm_enforce_eager": true}')),
-    Step(name="resume", shows="a resumed step is that of the run that was not stopped, with the Adam that is installed", seconds=120,
+    Step(name="resume", shows="a resumed step equals that of an uninterrupted run, with the installed Adam", seconds=120,
          commands=_make_pytest_command("tests/gpu/test_resume.py")),
-    Step(name="shared", shows="prompts computed once, in a run", seconds=60, needs=("vllm",),
+    Step(name="shared", shows="a run with shared prompts", seconds=60, needs=("vllm",),
          commands=(RunStep(folder="shared", flags={"share_prefix": "true"}),), judge=judge_gap("shared", 3)),
-    Step(name="offload", shows="the optimizer on the host, saved and gone on with", seconds=120, needs=("vllm",),
+    Step(name="offload", shows="the optimizer on the host, saved and resumed", seconds=120, needs=("vllm",),
          commands=(RunStep(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 2}),
-                   RunStep(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 3})), judge=judge_gap("offload", 3)),
-    Step(name="few_bits", shows="gradients and optimizer state in fewer bits, saved and gone on with", seconds=120, needs=("vllm",),
+                   RunStep(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 3})),
+         judge=judge_gap("offload", 3)),
+    Step(name="few_bits", shows="gradients and optimizer state in fewer bits, saved and resumed", seconds=120, needs=("vllm",),
          commands=(RunStep(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 2}),
                    RunStep(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 3})), judge=judge_gap("few_bits", 3)),
-    Step(name="out_of_memory", shows="too little memory for vLLM ends in a sentence", seconds=60, needs=("vllm",), judge=judge_memory_error,
+    Step(name="out_of_memory", shows="too little memory for vLLM ends in an error that names settings", seconds=60, needs=("vllm",),
+         judge=judge_memory_error,
          commands=(RunStep(folder="oom", flags={"vllm_gpu_memory_utilization": 0.999, "max_steps": 1}, ends=(1, 2)),)),
     Step(name="runner_v1", shows="vLLM's older model runner", seconds=60, needs=("vllm",), env={"VLLM_USE_V2_MODEL_RUNNER": "0"},
          commands=(RunStep(folder="v1"),), judge=judge_gap("v1", 3)),
-    Step(name="server", shows="a rollout server on the same GPU, whose link then goes over the host", seconds=120,
+    Step(name="server", shows="a rollout server on the same GPU, with weight sync over the host", seconds=120,
          needs=("vllm",), judge=judge_gap("server", 3),
          commands=(RunStep(folder="server", flags=SERVER_FLAGS_OMITTED | {"vllm_mode": "server", "vllm_server_token_file": "OUT/token"},
                       beside={"address_file": "OUT/address", "token_file": "OUT/token", "port": 0, "vllm_gpu_memory_utilization": 0.3,
                               "vllm_enforce_eager": "true"}),)),
-    Step(name="quickstart", shows="the quickstart learns", seconds=150, needs=("vllm",), judge=judge_reward_growth("quickstart"),
+    Step(name="quickstart", shows="the reward of the quickstart rises", seconds=150, needs=("vllm",),
+         judge=judge_reward_growth("quickstart"),
          commands=(*_make_python_command("examples/quickstart/make_data.py"), *_make_python_command("tools/make_tiny_model.py"),
                    RunStep(folder="quickstart", flags=QUICKSTART))),
     Step(name="gap_invariant", shows="thirty rollouts with vLLM's batch-invariant mode", seconds=150, needs=("vllm",),
          env={"VLLM_BATCH_INVARIANT": "1"}, commands=(RunStep(folder="invariant", flags={"max_steps": 30, "sleep_level": 0}),),
          judge=judge_gap("invariant", 30)),
-    Step(name="fp8", shows="FP8 linear layers, by tensor", seconds=60, needs=("vllm", "transformer_engine"), judge=judge_gap("fp8", 3, bar=0.3),
-         commands=(RunStep(folder="fp8", flags=TE | {"fp8_format": "hybrid"}),)),
+    Step(name="fp8", shows="FP8 linear layers, by tensor", seconds=60, needs=("vllm", "transformer_engine"),
+         judge=judge_gap("fp8", 3, bar=0.3), commands=(RunStep(folder="fp8", flags=TE | {"fp8_format": "hybrid"}),)),
 )  # fmt: skip

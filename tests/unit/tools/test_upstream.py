@@ -82,9 +82,9 @@ def test_nothing_is_missing_where_all_is_there(files):
     ("vllm/parts.py", "b: int", "c: int", "vllm.config.New takes no b"),
     ("vllm/parts.py", "a: int", "c: int", "vllm.config.New takes no a"),
     ("vllm/parts.py", "strict", "exact", "vllm.parts.load takes no strict"),
-    ("vllm/parts.py", "def load(model, *", "def load(model, path, *", "vllm.parts.load also asks for model, path"),
-    ("vllm/parts.py", "def load(model, *", "def load(*", "vllm.parts.load takes 0 arguments by place, not 1"),
-    ("vllm/parts.py", "def load(", "def fetch(", "load is in none of the places where it is looked for"),
+    ("vllm/parts.py", "def load(model, *", "def load(model, path, *", "vllm.parts.load also requires model, path"),
+    ("vllm/parts.py", "def load(model, *", "def load(*", "vllm.parts.load takes 0 positional arguments, not 1"),
+    ("vllm/parts.py", "def load(", "def fetch(", "load is in none of the modules that it is imported from"),
     ("vllm/parts.py", "class Made", "class Other", "there is no vllm.parts.Made"),
 ])  # fmt: skip
 def test_what_a_newer_wheel_lost_is_named(files, file, old, new, said):
