@@ -1,11 +1,10 @@
-"""Agents that do not wait, against the same contexts in one batch: what the endpoint costs. CPU seconds and engine steps, on a tiny model.
+"""Compare agents with sampling the same contexts in one batch: the cost of the agents' endpoint in CPU seconds and engine steps.
 
     python benchmarks/agents.py --episodes 64 --turns 10 --tokens 64 --rounds 3
 
-The agents run in another process, as agents do, and send the next request as soon as they have an answer, over one connection each. What
-is measured is this process: engine, endpoint, matching, rendering. Each turn has exactly so many tokens in both: a turn that is cut counts
-as one that ended, and the batch asks vLLM for as many, in the contexts that the agents had. So both sample equal numbers of tokens in equal
-contexts, and the prefix cache helps both.
+The agents run in another process, each with one connection, and send the next request as soon as they have an answer. Measured is this
+process: engine, endpoint, matching and rendering, with a tiny model. Both ways sample the same number of tokens in the same contexts,
+because every turn has exactly `--tokens` tokens: a truncated turn counts as complete. The prefix cache is enabled in both.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 async def run_agents(turns: int) -> None:
-    """Read `port key` lines, play an episode for each, and write its key. Runs in the other process."""
+    """Play an episode for each line `port key` of standard input, and print its key at the end. Runs in the other process."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     playing = set()
@@ -51,6 +50,7 @@ async def run_agents(turns: int) -> None:
 
 
 def main() -> None:
+    """Write a tiny model and run the benchmark, or the agents' process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("episodes", 64), ("turns", 10), ("tokens", 64), ("rounds", 3), ("hidden", 128), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def start_agents(turns: int):
-    """Return an agent function whose episodes are played by another process."""
+    """Return an agent function whose episodes another process plays."""
     command = [sys.executable, __file__, "--agents", "--turns", str(turns)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     ended: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
@@ -90,6 +90,12 @@ def start_agents(turns: int):
 
 
 def measure(path: Path, args: argparse.Namespace) -> None:
+    """Print tokens, engine steps, CPU seconds and wall-clock seconds of both ways, and the ratio of their CPU seconds.
+
+    Args:
+        path: Path of the model.
+        args: Arguments of the command line.
+    """
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.rollout.engine import SamplingSettings
     from megatron_grpo.core.rollout.turns import EngineTurnSampler
@@ -103,7 +109,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     from tests.chat_models import chat_tokenizer
 
     class FixedLengthSampler(EngineTurnSampler):
-        """Turns of so many tokens."""
+        """Sampler whose turns all have `--tokens` tokens."""
 
         def submit(self, key, token_ids, *, seed, max_tokens):
             asked.append((tuple(token_ids), seed))
@@ -147,7 +153,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
 
     asked: list[tuple[tuple[int, ...], int]] = []
     steps = [0]
-    run_episodes(), run_batch()  # warm
+    run_episodes(), run_batch()  # warm-up
     for round_ in range(args.rounds):
         found = {}
         for name, work in (("agents", run_episodes), ("batch", run_batch)):
@@ -157,7 +163,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
             found[name] = time.process_time() - began
             print(f"round {round_ + 1}, {name}: {tokens:,} tokens, {steps[0]} engine steps, {found[name]:.2f} CPU s, "
                   f"{time.monotonic() - wall:.2f} s")  # fmt: skip
-        print(f"round {round_ + 1}: agents have {found['batch'] / found['agents']:.2f} of the speed of one batch, by CPU seconds")
+        print(f"round {round_ + 1}: agents have {found['batch'] / found['agents']:.2f} of the speed of one batch (CPU seconds)")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Whole runs beside TRL's GRPOTrainer: CPU seconds of all processes, from the command to a reward and to the end.
+"""Compare complete runs with TRL's GRPOTrainer: CPU seconds of all processes until a reward is reached and until the end.
 
-    python benchmarks/end_to_end.py                                       three runs, one process and two, three seeds
+    python benchmarks/end_to_end.py                                       three cases, one and two processes, three seeds
     python benchmarks/end_to_end.py --cases quickstart --ranks 1 --seeds 1
     python benchmarks/end_to_end.py --report output/end_to_end/runs.jsonl --png docs/end_to_end.png
 
-Both trainers read one configuration file (YAML with our settings) and get the same model, data, reward, batch, loss, optimizer and learning
-rates; neither evaluates. Runs of the two take turns. At each logged step the CPU seconds of the run's process tree are read, launcher
-included, so start-up is everything up to the first logged step. Ours writes what it writes by default: metrics, completions, a checkpoint,
-an export and plots. TRL saves the model. Each finished run is a line of `runs.jsonl`; a second call continues the file.
+Both trainers read one configuration file (YAML with the settings of megatron_grpo) and use the same model, data, reward, batch size, loss,
+optimizer and learning rates; neither evaluates. Their runs alternate. The CPU seconds of the run's process tree, launcher included, are
+read at each logged step, so start-up is everything until the first logged step. megatron_grpo writes its default outputs: metrics,
+completions, a checkpoint, an export and plots. TRL saves the model. Each finished run is a line of `runs.jsonl`; a second call continues
+the file.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ sys.path.insert(0, str(ROOT))  # the models of the tests
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
                "PYTHONPATH": str(ROOT)}  # fmt: skip
 QUICKSTART, LORA = ROOT / "examples/quickstart/config.yaml", ROOT / "examples/lora/config.yaml"
-# reward: the mean of `window` steps that a run must reach. micro: TRL's per_device_train_batch_size, the fastest of those tried.
+# reward: mean over `window` steps that a run must reach. micro: TRL's per_device_train_batch_size, the fastest of those tested.
 CASES = {
     "quickstart": SimpleNamespace(reward=0.9, window=5, micro=128),
     "longer": SimpleNamespace(reward=0.7, window=5, micro=16),
     "lora": SimpleNamespace(reward=0.9, window=5, micro=128),
 }
-RECORDED = {"reward": "reward", "completions/mean_length": "length", "frac_reward_zero_std": "dead"}  # metrics of both, name in runs.jsonl
-# The words of the longer run. A prompt ends with a question; a completion is an answer, a number of words, and a countdown from it.
+RECORDED = {"reward": "reward", "completions/mean_length": "length", "frac_reward_zero_std": "dead"}  # metric -> name in runs.jsonl
+# Words of the longer case. A prompt ends with a question; a completion is an answer, a number, and a countdown from that number.
 ANSWERS, LEARNABLE, UNLEARNABLE, FILLERS = range(4, 6), range(6, 10), range(10, 14), range(14, 32)
 MEAN, SIGMA, LONGEST = 96, 0.9, 512  # tokens of its completions: mean and sigma of the lognormal, limit
-QUICK, SLOW = 24.0, 0.25  # gains of the channels that answers and that lengths depend on: answers are learnt while lengths stay
+QUICK, SLOW = 24.0, 0.25  # gains of the channels of answers and of lengths: answers are learned, lengths are not
 COUNTDOWN = range(32, 32 + LONGEST)  # word 32 + n is followed by n more
 LONGER = dict(
     torch_dtype="float32", num_generations=8, global_batch_size=64, max_tokens_per_micro_batch=4096, max_completion_length=LONGEST,
@@ -51,21 +52,21 @@ LONGER = dict(
 )  # fmt: skip
 
 
-# ---- the same inputs for both ------------------------------------------------------------------------------------------------------------
+# ---- inputs ------------------------------------------------------------------------------------------------------------------------------
 
 
 def first_word_is_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """The reward of the longer run."""
+    """Return rewards of the longer case: 1 if the first word is the answer, else 0."""
     return [float(completion.split()[:1] == [right]) for completion, right in zip(completions, answer, strict=True)]
 
 
 def make_longer_head(words: Any) -> Any:
-    """Return the head with which a model answers either way, draws a lognormal length, and counts down from it.
+    """Return the output layer of the longer case: random answers, lognormal lengths and a deterministic countdown.
 
-    Counting has no choice in it, so gradients of it are zero.
+    A countdown has only one possible continuation, so its gradients are zero.
 
     Args:
-        words: What the model computes for each word, [words, hidden].
+        words: Final hidden state of the model for each word, [words, hidden].
     """
     import torch
 
@@ -83,7 +84,7 @@ def make_longer_head(words: Any) -> Any:
 
 
 def write_longer(folder: Path) -> Path:
-    """Write model, prompts and configuration of the longer run, and return the configuration's path."""
+    """Write model, prompts and configuration of the longer case, and return the configuration's path."""
     import numpy as np
     import torch
     import yaml
@@ -112,15 +113,16 @@ def write_longer(folder: Path) -> Path:
 
 
 def make_configuration(case: str, folder: Path) -> Path:
-    """Return the configuration file of a case. What it needs and lacks is made."""
+    """Return the configuration file of a case, after making missing inputs."""
     if case == "longer":
         return write_longer(folder / "longer")
-    for maker in ("examples/quickstart/make_data.py", "tools/make_tiny_model.py"):  # what is there is kept
+    for maker in ("examples/quickstart/make_data.py", "tools/make_tiny_model.py"):  # existing files are kept
         subprocess.run([sys.executable, maker], cwd=ROOT, env=os.environ | ENVIRONMENT, check=True)
     return QUICKSTART if case == "quickstart" else LORA
 
 
 def read_settings(config: Path) -> dict[str, Any]:
+    """Return the settings of a configuration file as a flat dict."""
     import yaml
 
     read = yaml.safe_load(config.read_text(encoding="utf-8"))
@@ -134,7 +136,16 @@ def read_settings(config: Path) -> dict[str, Any]:
 
 
 def train_with_trl(config: Path, output: Path, *, seed: int, ranks: int, steps: int | None, micro: int) -> None:
-    """Train with TRL's own trainer, by our configuration file, and write a line of metrics for each step."""
+    """Train with TRL's GRPOTrainer and write a line of metrics for each step.
+
+    Args:
+        config: Configuration file with settings of megatron_grpo.
+        output: Output folder.
+        seed: Seed.
+        ranks: Number of processes.
+        steps: Optimizer steps; None: those of the configuration.
+        micro: per_device_train_batch_size.
+    """
     import importlib.util as loading
 
     import torch
@@ -187,10 +198,21 @@ def train_with_trl(config: Path, output: Path, *, seed: int, ranks: int, steps: 
     trainer.save_model(str(output / "hf"))
 
 
-# ---- a run, and its CPU seconds ----------------------------------------------------------------------------------------------------------
+# ---- runs --------------------------------------------------------------------------------------------------------------------------------
 
 
 def make_command(trainer: str, config: Path, output: Path, *, ranks: int, seed: int, steps: int | None, micro: int) -> list[str]:
+    """Return the command line of a run.
+
+    Args:
+        trainer: "TRL" or "ours".
+        config: Configuration file.
+        output: Output folder.
+        ranks: Number of processes.
+        seed: Seed.
+        steps: Optimizer steps; None: those of the configuration.
+        micro: per_device_train_batch_size of TRL.
+    """
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -203,20 +225,20 @@ def make_command(trainer: str, config: Path, output: Path, *, ranks: int, seed: 
 
 
 def read_tree_cpu_seconds(root: Any) -> float:
-    """Return the CPU seconds of a process and all below it, finished ones included."""
+    """Return the CPU seconds of a process and its descendants, including those that have ended."""
     import psutil
 
     total = 0.0
     for process in [root, *root.children(recursive=True)]:
         try:
-            total += sum(process.cpu_times()[:4])  # its own, and those of children that ended
-        except psutil.NoSuchProcess:  # ended since: its parent has its seconds at the next step
+            total += sum(process.cpu_times()[:4])  # of the process, and of its children that have ended
+        except psutil.NoSuchProcess:  # ended: its CPU seconds are counted in its parent at the next step
             pass
     return total
 
 
 def measure(trainer: str, case: str, config: Path, output: Path, *, ranks: int, seed: int, steps: int | None) -> dict[str, Any]:
-    """Run one training run and return its record: reward and CPU seconds so far at each step, and those of the whole run."""
+    """Execute a run and return its record: reward and CPU seconds until each step, and CPU seconds of the whole run."""
     import psutil
 
     output.mkdir(parents=True)
@@ -234,7 +256,7 @@ def measure(trainer: str, case: str, config: Path, output: Path, *, ranks: int, 
                 new = records.read_bytes()[seen:size].count(b"\n")
                 seen = size
                 cpu += [read_tree_cpu_seconds(root)] * new
-            time.sleep(0.01)  # a fraction of a step: CPU time is read once per logged step
+            time.sleep(0.01)  # polling interval, a fraction of a step
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{trainer} ended with exit code {process.returncode}: {log.name}")
@@ -251,12 +273,12 @@ def measure(trainer: str, case: str, config: Path, output: Path, *, ranks: int, 
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Return the mean of each value and those before it, `window` in all."""
+    """Return the moving average over the last `window` values."""
     return [sum(some := values[max(0, n + 1 - window) : n + 1]) / len(some) for n in range(len(values))]
 
 
 def compute_figures(run: dict[str, Any]) -> dict[str, float]:
-    """Return the figures of a run in CPU seconds. A reward that was not reached is infinity."""
+    """Return the figures of a run in CPU seconds; infinity for a reward that was not reached."""
     case, cpu = CASES[run["case"]], run["cpu"]
     means = smooth(run["reward"], case.window)
     reached = next((n for n in range(case.window - 1, len(means)) if means[n] >= case.reward), None)
@@ -271,7 +293,7 @@ def compute_figures(run: dict[str, Any]) -> dict[str, float]:
 
 
 def iterate_pairs(runs: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[tuple[dict, dict]]]]:
-    """Yield (case, ranks, pairs of TRL's figures and ours with the same seed)."""
+    """Yield (case, ranks, pairs of TRL's and our figures with the same seed)."""
     by_key = {(run["case"], run["ranks"], run["seed"], run["trainer"]): run for run in runs}
     for case in CASES:
         for ranks in sorted({run["ranks"] for run in runs}):
@@ -282,6 +304,12 @@ def iterate_pairs(runs: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[t
 
 
 def report(runs: list[dict[str, Any]], png: Path | None) -> None:
+    """Print the tables of the runs and draw their rewards.
+
+    Args:
+        runs: Records of the runs.
+        png: Image file; None: no image.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -320,7 +348,7 @@ def report(runs: list[dict[str, Any]], png: Path | None) -> None:
 
 
 def draw(runs: list[dict[str, Any]], png: Path) -> None:
-    """Draw the reward of each run over the CPU seconds that it has taken."""
+    """Draw the reward of each run over its CPU seconds."""
     from matplotlib.figure import Figure
 
     cases = [case for case in CASES if any(run["case"] == case for run in runs)]
@@ -332,27 +360,29 @@ def draw(runs: list[dict[str, Any]], png: Path) -> None:
             known = axes.get_legend_handles_labels()[1]
             means, label = smooth(run["reward"], CASES[case].window), None if label in known else label
             axes.plot(run["cpu"], means, label=label, color=color, linestyle=line, lw=1)
-        axes.axhline(CASES[case].reward, color="grey", lw=0.8, ls=":")
+        axes.axhline(CASES[case].reward, color="gray", lw=0.8, ls=":")
         axes.set(title=case, xlabel="CPU seconds of all processes", ylabel=f"reward, mean of {CASES[case].window} steps", xlim=(0, None))
         axes.legend(fontsize=7)
     figure.savefig(png, dpi=110)
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--trainers", nargs="+", choices=("TRL", "ours"), default=["TRL", "ours"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="processes of a run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="instead of those of the configuration")
-    parser.add_argument("--output", type=Path, default=ROOT / "output/end_to_end", help="folder of runs and of runs.jsonl")
-    parser.add_argument("--report", type=Path, help="print the tables of this runs.jsonl and run nothing")
-    parser.add_argument("--png", type=Path, help="draw the rewards into this file")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the configuration)")
+    parser.add_argument("--output", type=Path, default=ROOT / "output/end_to_end", help="folder of the runs and of runs.jsonl")
+    parser.add_argument("--report", type=Path, help="print the tables of this runs.jsonl without any run")
+    parser.add_argument("--png", type=Path, help="draw the rewards into this image file")
     parser.add_argument("--trl", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
+    """Execute the runs that are missing in runs.jsonl, and print the report."""
     arguments = parse_arguments()
     if own := arguments.trl:
         return train_with_trl(Path(own.pop("config")), Path(own.pop("output")), **own)
@@ -361,7 +391,7 @@ def main() -> None:
     if not arguments.report:
         trainers = [name for name in arguments.trainers if name != "TRL" or find_spec("trl")]
         if trainers != arguments.trainers:
-            print("TRL is not installed (pip install 'megatron-grpo[dev]'): its runs are left out.")
+            print("TRL is not installed (pip install 'megatron-grpo[dev]'): its runs are skipped.")
         configs = {case: make_configuration(case, arguments.output) for case in arguments.cases}
         for seed in range(arguments.seeds):
             for case in arguments.cases:

@@ -1,21 +1,21 @@
-"""What a GPU gives, by a fixed protocol; one JSON a command on the last line of its output (docs/gpu.md has the table).
+"""Measure performance and accuracy on a GPU; prints one JSON object as the last line (table in docs/gpu.md).
 
-    python benchmarks/gpu.py t8                    training steps beside TRL's GRPOTrainer on the same tokens, Qwen3-0.6B sizes
-    python benchmarks/gpu.py layers --model MoE    every kind of layer in bfloat16 against float32 on the CPU, on the same inputs
+    python benchmarks/gpu.py t8                    training steps compared with TRL's GRPOTrainer on the same tokens, Qwen3-0.6B sizes
+    python benchmarks/gpu.py layers --model MoE    every kind of layer in bfloat16 compared with float32 on the CPU, on the same inputs
 
-`--dry` runs the same code on the CPU with tiny sizes: it proves the code, and no figure.
+`--dry` runs the same code on the CPU with tiny sizes, to test the code; its figures have no meaning.
 
-The protocol of t8: both trainers live in this process and take turns on each batch, so both halves of a pair meet the same machine. Times
-are of CUDA events, the first pair is left out, medians are told with the range. The rate of a GEMM of the model's sizes is measured
-before every pair, in this process; "of the GEMM limit" is what a step's least products would take at that rate, over what it took. All
-gradients of the first step are compared first.
+Protocol of t8: both trainers run in this process and alternate on each batch, so that both steps of a pair have the same conditions. Times
+are measured by CUDA events; the first pair is discarded; figures are [median, minimum, maximum]. The rate of a matrix product of the
+model's sizes is measured before each pair. `of_gemm_limit` is the time of a step's necessary matrix products at that rate divided by the
+time of the step. All gradients of the first step are compared before times are reported.
 
-In `layers` a token that rounding sends to other experts is left out of its layer's errors, and counted.
+`layers` excludes tokens that rounding routes to other experts from the errors of a layer, and reports their share.
 
-The bars of `layers`: bfloat16 has 8 significant bits, so a rounding errs by at most 2^-9 of a number, and by 2^-9 / sqrt(3) in the root
-mean square where the last bits are evenly spread. Sums are in float32 and err by far less. Errors of r roundings in a row that know nothing
-of each other add up to sqrt(r) of that; what a layer does between two roundings (a softmax, a gate) may stretch them, for which there is
-a factor 4. A transposed head, a lost bias or a scale is 0.3 and more.
+Limits of `layers`: bfloat16 has 8 significant bits, so the relative error of one rounding is at most 2^-9, and 2^-9 / sqrt(3) in the root
+mean square if the last bits are uniform. Sums are in float32 and contribute much less. The errors of r independent roundings in sequence
+add up to sqrt(r) times that. A factor of 4 covers amplification by softmax and gates. A transposed head, a missing bias or a wrong scale
+gives an error of 0.3 and more.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ QWEN3_06B = dict(tied=True, vocab=151936, hidden=1024, layers=28, heads=16, kv_h
 TINY_T8 = SimpleNamespace(prompt=16, completion=24, varies=True, prompts=2, vocab=128, group=4, longest=64)
 TINY = dict(tied=True, vocab=128, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128, max_positions=256)
 
-# Kinds of layer by the name of the module, and how many roundings lie between the layer's input and the output of the module.
+# Number of roundings between the input of a layer and the output of each of its modules; "": the whole layer.
 ROUNDINGS = {"self_attention": 8, "mlp": 14, "final_layernorm": 2, "": 15}  # norm, q k v, their norms, rope, scores, sum, out; norm, ...
 HALF_ULP, STRETCH = 2.0**-9 / math.sqrt(3), 4.0
-MOST_MOVED = 0.1  # share of tokens, for which two experts are so near to each other that rounding decides; they are left out of the rest
+MOST_MOVED = 0.1  # largest share of tokens for which rounding changes the experts; they are excluded from the other errors
 
 
 # ---- t8 ----------------------------------------------------------------------------------------------------------------------------------
 
 
 def make_timer(torch, on_gpu: bool):
-    """Seconds by CUDA events, each waited for; by the wall clock where there is no GPU."""
+    """Return a clock in seconds: synchronized CUDA events, or the wall clock without a GPU."""
     if not on_gpu:
         return time.perf_counter
     base = torch.cuda.Event(enable_timing=True)
@@ -68,7 +68,7 @@ def make_timer(torch, on_gpu: bool):
 
 
 def measure_gemm_rate(torch, now, sizes: SimpleNamespace, device, dtype) -> float:
-    """GFLOP/s of a product of the model's MLP, the median of five."""
+    """Return the GFLOP/s of a matrix product with the sizes of the model's MLP, median of five."""
     x, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((sizes.tokens, sizes.hidden), (sizes.hidden, sizes.ffn)))
     found = []
     for _ in range(6):
@@ -80,6 +80,7 @@ def measure_gemm_rate(torch, now, sizes: SimpleNamespace, device, dtype) -> floa
 
 
 def measure_t8(arguments: argparse.Namespace) -> dict:
+    """Compare training steps with TRL's and return the figures."""
     import numpy as np
     import torch
 
@@ -118,7 +119,7 @@ def measure_t8(arguments: argparse.Namespace) -> dict:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ours has set them; TRL would wrap its model in DDP and be the slower for it
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set by our trainer; with them, TRL would use DDP and be slower
         os.environ.pop(name, None)
     trainer = steps.make_trl_trainer(path, how, train_pair, seconds=now, use_cpu=not on_gpu, bf16=False)
     if on_gpu:
@@ -128,7 +129,7 @@ def measure_t8(arguments: argparse.Namespace) -> dict:
     kept = pairs[1:]
 
     def summarize(values) -> list[float]:
-        """Median, least, most."""
+        """Return [median, minimum, maximum]."""
         return [round(float(one), 4) for one in (np.median(values), min(values), max(values))]
 
     memory = {
@@ -136,7 +137,7 @@ def measure_t8(arguments: argparse.Namespace) -> dict:
         "peak_gb_ours_and_trl_model": summarize([one["peak_ours"] for one in kept]),
     }
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu (dry: no figure)",
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu (dry: figures have no meaning)",
         "pairs": len(kept),
         "worst_gradient": worst,
         "trl_tokens_per_s": summarize([one["tokens"] / one["trl"] for one in kept]),
@@ -153,9 +154,11 @@ def measure_t8(arguments: argparse.Namespace) -> dict:
 
 
 def record_layer_outputs(job: dict, given: list | None) -> list:
-    """What each decoder layer is given and gives, and its parts, for a few sequences; and their log-probs. Runs in a process of its own.
+    """Return inputs and outputs of the decoder layers and their parts, and log-probs. Runs in a separate process.
 
-    given: inputs to force on the layers, from another process; None: this one's own, rounded to bfloat16.
+    Args:
+        job: Path of the model, sequences and settings.
+        given: Inputs of the layers from another process; None: this process's own inputs, rounded to bfloat16.
     """
     import torch
 
@@ -187,7 +190,7 @@ def record_layer_outputs(job: dict, given: list | None) -> list:
         layer.register_forward_pre_hook(replace_input, with_kwargs=True)
         layer.self_attention.register_forward_hook(make_hook("self_attention"))
         if hasattr(layer.mlp, "router"):
-            layer.mlp.router.register_forward_hook(make_hook("router"))  # weights [tokens, experts], 0 where it did not choose
+            layer.mlp.router.register_forward_hook(make_hook("router"))  # weights [tokens, experts], 0 for experts not chosen
         layer.mlp.register_forward_hook(make_hook("mlp"))
         layer.register_forward_hook(make_hook(""))
     policy.chunks[0].decoder.final_layernorm.register_forward_pre_hook(replace_input, with_kwargs=True)
@@ -197,6 +200,7 @@ def record_layer_outputs(job: dict, given: list | None) -> list:
 
 
 def compare_layers(arguments: argparse.Namespace) -> dict:
+    """Compare the outputs of all layers with float32 on the CPU and return the errors and their limits."""
     import numpy as np
 
     from tests import parity_cases as cases
@@ -217,7 +221,7 @@ def compare_layers(arguments: argparse.Namespace) -> dict:
     (folder / "gpu.pkl").write_bytes(pickle.dumps((job | {"dtype": "bfloat16", "impl": impl}, given)))
     mine = _run_apart(folder / "gpu.pkl", folder / "gpu.out", hides_gpu=arguments.dry)
     errors: dict[str, float] = {}
-    moved: list[np.ndarray] = []  # of each layer with experts: tokens that bfloat16 sends to other experts
+    moved: list[np.ndarray] = []  # per layer with experts: whether bfloat16 routes each token to other experts
     assert [name for name, _ in mine] == [name for name, _ in reference]
     for (name, a), (_, b) in zip(mine, reference, strict=True):
         if name == "input":
@@ -234,7 +238,7 @@ def compare_layers(arguments: argparse.Namespace) -> dict:
     if moved:
         errors["other experts"] = float(np.mean(moved))
     bars = {name: STRETCH * HALF_ULP * math.sqrt(count) for name, count in ROUNDINGS.items()}
-    # A logit of size s in bfloat16 inputs errs by about s * 2 roundings; log-probs here come from logits of a few units, in nats.
+    # With bfloat16 inputs, a logit of size s has an error of about 2 s roundings; logits here have a size of about 4.
     bars["log-probs"] = STRETCH * HALF_ULP * math.sqrt(2) * 4
     bars["other experts"] = MOST_MOVED
     shown = {name or "layer": {"error": errors[name], "bar": bars[name]} for name in errors}
@@ -242,6 +246,7 @@ def compare_layers(arguments: argparse.Namespace) -> dict:
 
 
 def _run_apart(job: Path, out: Path, *, hides_gpu: bool) -> list:
+    """Run `record_layer_outputs` in a separate process and return its result."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpu else {})
     ran = subprocess.run(
         [sys.executable, __file__, "_outputs", "--job", str(job), "--out", str(out)], env=env, cwd=ROOT, capture_output=True, text=True
@@ -252,26 +257,29 @@ def _run_apart(job: Path, out: Path, *, hides_gpu: bool) -> list:
 
 
 def _write_outputs(arguments: argparse.Namespace) -> dict:
+    """Write the result of `record_layer_outputs` for a job file."""
     arguments.out.write_bytes(pickle.dumps(record_layer_outputs(*pickle.loads(arguments.job.read_bytes()))))
     return {}
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
+    """Parse the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("command", choices=("t8", "layers", "_outputs"))
-    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: proves the code")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--budget", type=int, default=16384, help="our max_tokens_per_micro_batch")
-    parser.add_argument("--trl_micro_batch", type=int, default=4, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--share_prefix", default="auto")
-    parser.add_argument("--model", choices=("dense", "biases", "MoE", "MLA"), default="dense")
-    parser.add_argument("--impl", choices=("local", "transformer_engine"), default="local")
-    parser.add_argument("--job", type=Path)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dry", action="store_true", help="run with tiny sizes on the CPU, to test the code")
+    parser.add_argument("--pairs", type=int, default=5, help="t8: steps of each trainer")
+    parser.add_argument("--budget", type=int, default=16384, help="t8: max_tokens_per_micro_batch of our trainer")
+    parser.add_argument("--trl_micro_batch", type=int, default=4, help="t8: per_device_train_batch_size of TRL")
+    parser.add_argument("--share_prefix", default="auto", help="t8: share_prefix of our trainer")
+    parser.add_argument("--model", choices=("dense", "biases", "MoE", "MLA"), default="dense", help="layers: kind of model")
+    parser.add_argument("--impl", choices=("local", "transformer_engine"), default="local", help="layers: transformer_impl")
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def main() -> int:
+    """Run the selected measurement, print its JSON and return the exit code."""
     arguments = parse_arguments()
     found = {"t8": measure_t8, "layers": compare_layers, "_outputs": _write_outputs}[arguments.command](arguments)
     print(json.dumps(found))

@@ -1,9 +1,9 @@
-"""LoRA beside the training of all weights, in one process: bytes that are held, saved and pushed, and CPU seconds of a training step.
+"""Compare LoRA with training all weights: bytes held, saved and synced, and CPU seconds of a training step.
 
     python -m benchmarks.lora
 
-One rank, float32. Steps of the two alternate, on the same stored rollout, and each pair gives a ratio; the median of the ratios is the
-figure to quote, because it moves less with the machine. Bytes are those of the tensors that are there after a step.
+One rank, float32. Steps of both alternate on the same stored rollout, and each pair gives a ratio. Quote the median of the ratios, which
+depends less on the machine than seconds do. Bytes are those of the tensors that exist after a step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ RUNS = {
 
 
 def sum_bytes(tensors) -> int:
+    """Return the bytes of some tensors."""
     return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
 
 def measure_bytes(policy) -> dict[str, int]:
-    """Of one rank, after a step."""
+    """Return the bytes that one rank holds, saves and syncs, by kind."""
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -61,6 +62,7 @@ def measure_bytes(policy) -> dict[str, int]:
 
 
 def measure(rank: int, world: int, path: Path):
+    """Return the bytes of each run, the CPU seconds of its steps, and the number of tokens of a step."""
     cfgs = {name: cases.settings(lora_rank=8, **changes) for name, changes in RUNS.items()}
     parallel = cases.join(cfgs["all weights"], world)
     policies = {name: cases.build(path, cfg, world, parallel) for name, cfg in cfgs.items()}
@@ -71,12 +73,13 @@ def measure(rank: int, world: int, path: Path):
             batch = cases.batch_of(policy, samples, 0)
             start = time.process_time()
             policy.train_step(batch)
-            if pair:  # the first makes the optimizer's state
+            if pair:  # the first step allocates the optimizer's state
                 seconds[name].append(time.process_time() - start)
     return {name: measure_bytes(policy) for name, policy in policies.items()}, seconds, sum(len(sample.token_ids) for sample in samples)
 
 
 def main() -> None:
+    """Measure all runs and print the table."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny(Path(folder) / "model", "qwen3", std=0.05, **MODEL)
         ((held, seconds, tokens),) = run_ranks(measure, 1, path, timeout=600)
@@ -86,7 +89,7 @@ def main() -> None:
     table = Table(
         "",
         *RUNS,
-        title=f"rank 8, float32, one rank; steps of {tokens:,} tokens, {PAIRS} interleaved; in brackets the share of all weights'",
+        title=f"rank 8, float32, one rank; steps of {tokens:,} tokens, {PAIRS} pairs; in brackets the ratio to all weights",
     )
     for figure in held[first]:
         cells = [f"{row[figure] / 1e6:.3f} ({row[figure] / held[first][figure]:.3f})" for row in held.values()]

@@ -1,12 +1,12 @@
-"""How much of sampling is hidden behind training, one rollout ahead: whole runs on a trace of sampling times that is played back.
+"""Measure how much of sampling overlaps with training when one rollout is sampled ahead, with recorded sampling times.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --trace seconds.txt --ratios 1
 
-The policy trains for real; the sampler answers from a table, after the seconds that the trace says for that rollout, as a server elsewhere
-would: it takes none of this machine's time. A step is compared with the longer of the two (what it should take) and with their sum (what
-it takes where training waits), of the same steps. The trace is scaled to the ratio of mean sampling to mean training. Quote the ratios:
-seconds are this machine's.
+The policy is trained for real. The sampler returns random completions after the number of seconds in the trace, without using CPU time, as
+a server on another machine would. For each step the table compares its duration with the longer of sampling and training (the ideal) and
+with their sum (without overlap). The trace is scaled to each ratio of mean sampling time to mean training time. Quote the ratios: seconds
+depend on the machine.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ from rich.table import Table
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
 
-FIRST = 3  # steps that are left out: the first waits for its rollout in any case, and caches are cold
+FIRST = 3  # first step measured: earlier ones wait for the first rollout and have cold caches
 
 
 def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) -> None:
-    """`megatron-grpo train`, with a sampler that takes so long for each rollout."""
+    """Run `megatron-grpo train` with a sampler that takes the given seconds for each rollout.
+
+    Args:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        flags: Settings.
+        seconds: Sampling seconds of successive rollouts.
+    """
     from megatron_grpo.cli import main
     from megatron_grpo.core.rollout.engine import make_completion
     from tests.scripted_engine import ScriptedEngine
@@ -46,7 +53,7 @@ def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) ->
 
     class TimedEngine(ScriptedEngine):
         def _answered(self, prompts, *asked):
-            time.sleep(seconds[prompts[0].number // len(prompts)])  # the trace: so long did a server elsewhere take
+            time.sleep(seconds[prompts[0].number // len(prompts)])  # duration of the recorded rollout
             return super()._answered(prompts, *asked)
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
@@ -56,6 +63,14 @@ def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) ->
 
 
 def run_steps(flags: list[str], depth: int, seconds: list[float], num_steps: int) -> list[dict]:
+    """Run training and return the metrics of its steps without the first three.
+
+    Args:
+        flags: Settings.
+        depth: async_rollout_depth.
+        seconds: Sampling seconds of successive rollouts.
+        num_steps: Number of steps.
+    """
     ahead = f"--async_rollout_depth {depth} --vllm_mode server --vllm_server_host 127.0.0.1"
     more = [*flags, *f"--max_steps {num_steps} {ahead}".split()]
     with tempfile.TemporaryDirectory() as out:
@@ -64,10 +79,13 @@ def run_steps(flags: list[str], depth: int, seconds: list[float], num_steps: int
 
 
 def main() -> None:
+    """Run all ratios and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", help="sampling seconds of successive rollouts, one a line (default: log-normal, sigma 0.3)")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="mean sampling time by mean training time")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--trace", help="file with sampling seconds of successive rollouts, one per line (default: lognormal, sigma 0.3)")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="ratios of mean sampling time to mean training time"
+    )
+    parser.add_argument("--steps", type=int, default=15, help="optimizer steps of a run")
     arguments = parser.parse_args()
     trace = np.random.default_rng(0).lognormal(0.0, 0.3, 10 * arguments.steps)
     if arguments.trace:

@@ -1,8 +1,9 @@
-"""How long packing a million completions takes, alone and in groups, beside sorting as many integers in plain Python in the same process.
+"""Measure the time of packing a million completions, individually and in groups, relative to sorting a million integers.
 
     python benchmarks/packing.py
 
-CPU seconds of this process, the least of three runs; the ratio is the figure to quote, because it moves less with the machine.
+CPU seconds of this process, minimum of three runs; `sorted()` is plain Python's. Quote the ratio, which depends less on the machine than
+seconds do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ NUM_COMPLETIONS = 1_000_000
 
 
 def measure_cpu_seconds(work) -> tuple[float, object]:
+    """Return (CPU seconds, result) of a function, minimum of three calls."""
     found = []
     for _ in range(3):
         start = time.process_time()
@@ -29,6 +31,7 @@ def measure_cpu_seconds(work) -> tuple[float, object]:
 
 
 def main() -> None:
+    """Measure all cases and print the tables."""
     rng = np.random.default_rng(0)
     cases = {
         "long tail, cut at the limit": (np.clip(rng.lognormal(6.5, 1.0, NUM_COMPLETIONS), 1, 8192), 8192),
@@ -48,7 +51,7 @@ def main() -> None:
 
 
 def measure_groups(rng: np.random.Generator) -> Table:
-    """Groups kept together: tokens computed over the fewest possible, and how full micro-batches are."""
+    """Return the table of packing in groups: computed tokens relative to the minimum, and the fill of micro-batches."""
     title = f"{NUM_COMPLETIONS:,} completions in groups, each prompt once in each micro-batch, 8 DP ranks"
     table = Table("groups of", "prompt", "budget", "pack, CPU s", "fewer tokens", "of possible", "efficiency", title=title)
     for size, prompt, budget in ((8, 200, 16_384), (16, 512, 16_384), (8, 1000, 65_536)):

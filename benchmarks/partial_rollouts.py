@@ -1,12 +1,12 @@
-"""Colocated partial rollouts beside waiting, and beside the simulation of `plan --lengths`, in runs with completions of lognormal length.
+"""Compare colocated partial rollouts with waiting for all completions, and with the simulation of `plan --lengths`.
 
     python benchmarks/partial_rollouts.py
     python benchmarks/partial_rollouts.py --depths 0 1 2 --seeds 3 --steps 24 --slots 32
 
-The task is the longer run of `end_to_end.py`: the first token of an answer can be learnt, its length cannot. Runs of the depths take turns,
-with the same correction (token_truncate). Of each sampling step the engine's steps, their CPU seconds and the tokens that they compute are
-counted in the rank. The simulation gets the lengths that the run sampled, and the costs of a step, of a request in it and of a prompt's
-token that fit the run's own engine steps best. The first 3 steps and the last do not count, but for the reward.
+The task is the longer case of `end_to_end.py`, whose answers can be learned and whose lengths are lognormal and constant. Runs of the
+depths alternate and use the same correction (token_truncate). For each sampling step, the rank counts the engine's steps, their CPU seconds
+and their tokens. The simulation uses the lengths that the run sampled, and the costs of an engine step, of a request and of a prompt token
+that fit the run's engine steps best. The first three steps and the last are excluded, except from the reward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,18 @@ from megatron_grpo.plugins.partial_rollouts import plan as partial_rollouts
 from tests.end_to_end.runs import records
 from tests.ranks import run_ranks
 
-FIRST, WINDOW = partial_rollouts.FIRST, 5  # steps that do not count; steps of a mean reward
+FIRST, WINDOW = partial_rollouts.FIRST, 5  # number of excluded steps; number of steps of a mean reward
 
 
 def train(rank: int, world_size: int, flags: list[str], counts: str) -> None:
-    """`megatron-grpo train`, with a file of what the engine did at each sampling step."""
+    """Run `megatron-grpo train` and write the engine's steps in each sampling step to a file.
+
+    Args:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        flags: Settings.
+        counts: Path of a .jsonl file.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -46,7 +53,10 @@ def train(rank: int, world_size: int, flags: list[str], counts: str) -> None:
     from megatron_grpo.core.trainer.rollouts import Rollouts
 
     step, schedule, sample = LLMEngine.step, Scheduler.schedule, Rollouts.sample
-    scheduled, engine_steps = [0, 0], list[tuple[float, int, int]]()  # of the last step; (CPU seconds, requests, tokens) of each
+    scheduled, engine_steps = (
+        [0, 0],
+        list[tuple[float, int, int]](),
+    )  # [requests, tokens] of the last step; (CPU seconds, requests, tokens) of each
 
     def count_schedule(self, *args, **kwargs):
         output = schedule(self, *args, **kwargs)
@@ -77,7 +87,15 @@ def train(rank: int, world_size: int, flags: list[str], counts: str) -> None:
 
 
 def measure(config: Path, depth: int, seed: int, steps: int, slots: int) -> dict:
-    """Return the counts of a run by optimizer step, the lengths of its completions by rollout, and its rewards."""
+    """Return the engine's steps by sampling step, the lengths of completions by rollout, and the metrics of a run.
+
+    Args:
+        config: Configuration file.
+        depth: async_rollout_depth.
+        seed: Seed.
+        steps: Optimizer steps.
+        slots: vllm_max_num_seqs.
+    """
     import pyarrow.parquet
 
     with tempfile.TemporaryDirectory() as folder:
@@ -99,14 +117,14 @@ def measure(config: Path, depth: int, seed: int, steps: int, slots: int) -> dict
 
 
 def fit_costs(run: dict) -> tuple[float, float, float]:
-    """Return (a step, a request in it, a prompt's token), in CPU seconds, that fit the engine's steps best."""
+    """Return the CPU seconds of an engine step, of a request in it and of a prompt token, by least squares."""
     cpu, requests, tokens = np.array([step for one in run["counts"][FIRST:] for step in one["steps"]]).T
     fit = np.linalg.lstsq(np.stack([np.ones_like(cpu), requests, tokens - requests], axis=1), cpu, rcond=None)[0]
     return fit[0], fit[1], fit[2]
 
 
 def simulate(run: dict, depth: int, slots: int) -> tuple[float, float]:
-    """Return (engine steps, seconds) of a sampling step, by the simulation of `plan`."""
+    """Return the simulated (engine steps, seconds) of a sampling step."""
     step, request, token = fit_costs(run)
     seconds = partial_rollouts.sampling_times(run["lengths"], slots, depth, step=step / request, recomputed=token / request)
     steps = partial_rollouts.sampling_times(run["lengths"], slots, depth, step=1e9, recomputed=0.0)
@@ -132,10 +150,11 @@ def compute_figures(run: dict, depth: int, slots: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run all depths and seeds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--depths", type=int, nargs="+", default=[0, 1, 2], help="values of async_rollout_depth")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of a run")
     parser.add_argument("--slots", type=int, default=32, help="vllm_max_num_seqs; a rollout has 64 completions")
     arguments = parser.parse_args()
     found: dict[int, list[dict[str, float]]] = {}

@@ -1,9 +1,9 @@
-"""What `--check_replicas true` costs: CPU seconds of a check beside those of the optimizer steps between two of them, in one run.
+"""Measure the cost of `--check_replicas true`: CPU seconds of a check relative to the optimizer steps between two checks.
 
     python benchmarks/replica_check.py [steps]
 
-Two gloo ranks, a model of some millions of parameters and short rows: a step has little to compute for each weight, so the share is an
-upper bound. What a run does besides its optimizer steps (sampling, pushes, scoring) is not counted.
+Two gloo ranks, a model of a few million parameters and short rows: a step has little work per weight, so the share is an upper bound. Time
+outside optimizer steps (sampling, weight sync, scoring) is not counted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,15 @@ MODELS = {"dense": dict(family="qwen3", layers=4, vocab=8000, hidden=256, std=0.
 
 
 def measure(path, settings, samples, steps: int):
+    """Return (number of parameters, CPU seconds of a step, CPU seconds of a check) of each rank.
+
+    Args:
+        path: Path of the model.
+        settings: Settings of the layout.
+        samples: Rows of a step.
+        steps: Optimizer steps; the first is discarded.
+    """
+
     def body(rank, world):
 
         from megatron_grpo.commands.analysis.replica_check import ReplicaCheck
@@ -52,7 +61,7 @@ def measure(path, settings, samples, steps: int):
             looks, began = Looks(policy, check), time.process_time()
             policy.train_step(batch, looks)
             assert looks.found is None
-            if index:  # the first is slower, in both
+            if index:  # the first step is slower
                 step += time.process_time() - began - check.seconds
                 total += check.seconds
         count = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
@@ -62,6 +71,7 @@ def measure(path, settings, samples, steps: int):
 
 
 def main(steps: int) -> None:
+    """Measure all layouts and print the table."""
     every = RunConfig().check_replicas_interval
     print(f"| layout | parameters a rank | step, CPU s | check, CPU s | share at --check_replicas_interval {every} |")
     print("| --- | --- | --- | --- | --- |")

@@ -1,13 +1,13 @@
-"""Our engine beside vLLM and transformers: the same requests through `ColocatedEngine.generate`, a bare `LLM.generate`, and `generate`.
+"""Compare `ColocatedEngine.generate` with a plain `LLM.generate` of vLLM and with `generate` of transformers, on the same requests.
 
     python benchmarks/rollout.py --pairs 7
     python benchmarks/rollout.py --pairs 7 --prompts 32 --prompt-tokens 7 --completion 6     # sizes of the quickstart
 
-All are in this process and take turns. "bare vLLM" is an `LLM` with vLLM's own defaults, apart from what a CPU must have (no compilation,
-a size of the KV cache), asked for text and log-probs as TRL asks. "bare, our options" is the `LLM` inside our engine, asked exactly as we
-ask: what is left is ours. Answers stay as vLLM gives them. Tokens are compared before a time is printed. "transformers" is `generate` on
-the prompts padded on the left, as TRL calls it without vLLM: it draws other tokens and returns neither log-probs nor text. CPU seconds on
-one thread.
+All run in this process and alternate. "bare vLLM" is an `LLM` with vLLM's defaults, except for what a CPU requires (no compilation, a size
+of the KV cache), which returns text and log-probs as TRL requests them. "bare, our options" is the `LLM` inside our engine with our
+sampling parameters: the difference to "ours" is the cost of this package. The tokens of these three are compared before times are printed.
+"transformers" is `generate` on prompts padded on the left, as TRL calls it without vLLM; it samples other tokens and returns neither
+log-probs nor text. Times are CPU seconds on one thread.
 """
 
 from __future__ import annotations
@@ -39,23 +39,26 @@ OURS, BARE, INSIDE, GENERATE = "ours", "bare vLLM", "bare, our options", "transf
 
 
 def measure_cpu_seconds(work):
+    """Return (CPU seconds, result) of a function."""
     start = time.process_time()
     result = work()
     return time.process_time() - start, result
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="the longest; the shortest is half of it")
-    parser.add_argument("--n", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a round")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of the longest prompt; the shortest has half as many")
+    parser.add_argument("--n", type=int, default=8, help="completions per prompt")
     parser.add_argument("--completion", type=int, default=96, help="max_completion_length")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="where our own share goes")
+    parser.add_argument("--pairs", type=int, default=7, help="number of rounds")
+    parser.add_argument("--profile", action="store_true", help="print a profile of ColocatedEngine.generate")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Measure all ways and print the table."""
     arguments, console = parse_arguments(), Console(width=140)
     torch.set_num_threads(1)
     path = write_tiny(tempfile.mkdtemp(), "qwen3", hidden=128, layers=4, ffn=256, vocab=512, max_positions=1024, std=0.05)
@@ -83,6 +86,9 @@ def main() -> None:
     def make_trl_params(prompt: Prompt) -> SamplingParams:
         return SamplingParams(n=sampling.n, max_tokens=sampling.max_completion_length, logprobs=0, seed=derive_seed(prompt))
 
+    def make_our_params(prompt: Prompt) -> SamplingParams:
+        return sampling_params(sampling, derive_seed(prompt), vocab_size=512)
+
     def derive_seed(prompt: Prompt):
         return engine._request_seed(1, prompt, sampling)
 
@@ -96,14 +102,12 @@ def main() -> None:
 
     spent: dict[str, list[float]] = {OURS: [], BARE: [], INSIDE: [], GENERATE: []}
     drawn = []
-    for turn in range(arguments.pairs + 1):  # the first warms up
+    for turn in range(arguments.pairs + 1):  # the first round is a warm-up
         asked, found = make_prompts(turn * arguments.prompts), {}
         ways = {
-            OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called at once, below
+            OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called in this pass
             BARE: lambda: ask_llm(bare, asked, [make_trl_params(prompt) for prompt in asked]),  # noqa: B023 - called in this pass
-            INSIDE: lambda: ask_llm(
-                engine._llm, asked, [sampling_params(sampling, derive_seed(prompt), vocab_size=512) for prompt in asked]
-            ),  # noqa: B023 - called in this pass
+            INSIDE: lambda: ask_llm(engine._llm, asked, [make_our_params(prompt) for prompt in asked]),  # noqa: B023 - called in this pass
             GENERATE: lambda: generate_with_transformers(asked),  # noqa: B023 - called in this pass
         }
         for way in ways if turn % 2 else reversed(ways):
@@ -112,13 +116,13 @@ def main() -> None:
                 spent[way].append(seconds)
         for way in (BARE, INSIDE):
             answers = [[tuple(one.token_ids) for one in answer.outputs] for answer in found[way]]
-            assert answers == found[OURS], f"{way}: these are not the same draws"
+            assert answers == found[OURS], f"{way}: sampled other tokens"
         drawn += [sum(len(ids) for group in found[OURS] for ids in group)] if turn else []
     mine, *others, tokens = map(np.array, (*spent.values(), drawn))
     title = f"{arguments.prompts} prompts, {arguments.n} completions each, {len(mine)} rounds"
     table = Table("", "median (from, to)", title=title)
     rows = [(f"{way}, CPU s", np.array(seconds), ".3f") for way, seconds in spent.items()]
-    rows += [("tokens of ours a CPU second", tokens / mine, ",.0f")]
+    rows += [("tokens of ours per CPU second", tokens / mine, ",.0f")]
     rows += [(f"ours, of the rate of {way}", other / mine, ".3f") for way, other in zip((BARE, INSIDE, GENERATE), others, strict=True)]
     for name, values, form in rows:
         table.add_row(name, f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})")
@@ -131,7 +135,7 @@ def main() -> None:
         profile.runcall(engine.generate, asked, sampling, seed=1)
         pstats.Stats(profile).sort_stats("cumtime").print_stats("megatron_grpo", 15)
     sys.stdout.flush()
-    os._exit(0)  # taking two engines down takes seconds
+    os._exit(0)  # a regular exit would take seconds to shut down two engines
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What a checkpoint costs: on the loop's path, in host memory, in files, and on the first rank, which describes all of them.
+"""Measure the cost of a checkpoint: time of the training loop, host memory, files, and the work of rank 0, which writes the metadata.
 
-    python benchmarks/saving.py quickstart [steps]     time/checkpoint beside time/step at --save_steps 1, in one run each
+    python benchmarks/saving.py quickstart [steps]     time/checkpoint relative to time/step at --save_steps 1, one run per mode
     python benchmarks/saving.py real                   the save of a small model on 1, 2 and 4 gloo ranks
-    python benchmarks/saving.py grids                  every rank of 64, 1,024 and 16,384 GPUs, by the code that saves
+    python benchmarks/saving.py grids                  every rank of 64, 1,024 and 16,384 GPUs, simulated with the code that saves
 
-The grids are simulated: shapes of a real model, cut as Megatron-Core cuts them, by the package's own `boxes`, `divide_tensors` and
-`serialize_metadata`.
-Bytes, pieces, files and descriptions are counted and not guessed; seconds of the first rank are measured; seconds of a copy are bytes by a
-rate that is said.
+The grids use the shapes of a real model, split as Megatron-Core does, and the package's own `boxes`, `divide_tensors` and
+`serialize_metadata`. Bytes, pieces, files and metadata are counted. The seconds of rank 0 are measured. The seconds of a copy to the host
+are computed from a rate of 50 GB/s.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from rich.table import Table
 from megatron_grpo.core.policy.sharded_state import boxes
 from megatron_grpo.run.checkpoint.distributed import PlacedShard, Shard, divide_tensors, serialize_metadata
 
-TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
-HEADER = 1100  # bytes that torch writes around a tensor
+TO_HOST = 50e9  # bytes per second from a GPU to pinned memory; `plan` assumes the same
+HEADER = 1100  # overhead of a tensor in torch's format, in bytes
 STATES = ("param", "exp_avg", "exp_avg_sq")
-LATER = pickle.dumps(({"__12345_0.distcp": {"bytes": 2**30, "sha256": "0" * 64}}, "", ()))  # what a rank sends where its list is known
-Weight = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # name, this rank's shape, the whole's, where it begins
+LATER = pickle.dumps(({"__12345_0.distcp": {"bytes": 2**30, "sha256": "0" * 64}}, "", ()))  # what a rank sends after the first save
+Weight = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # name, shape of the shard, shape of the tensor, offset of the shard
 
 MODELS = {
     "Qwen3-8B": dict(layers=36, hidden=4096, heads=32, kv=8, ffn=12288, vocab=151936, experts=0),
@@ -51,6 +50,15 @@ GRIDS = [(64, "Qwen3-8B", dict(tp=4, pp=1, ep=1)), (1024, "Qwen2.5-72B", dict(tp
 
 
 def iterate_dense_weights(m: dict, tp: int, pp: int, t: int, p: int) -> Iterator[Weight]:
+    """Yield the dense weights of one rank.
+
+    Args:
+        m: Sizes of the model.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        t: Tensor-parallel rank.
+        p: Pipeline-parallel rank.
+    """
     hidden, width, stage = m["hidden"], 128, m["layers"] // pp
 
     def cut(name: str, rows: int, columns: int, by: int) -> Iterator[Weight]:
@@ -79,6 +87,15 @@ def iterate_dense_weights(m: dict, tp: int, pp: int, t: int, p: int) -> Iterator
 
 
 def iterate_expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterator[Weight]:
+    """Yield the expert weights of one rank.
+
+    Args:
+        m: Sizes of the model.
+        pp: Pipeline-parallel size.
+        ep: Expert-parallel size.
+        p: Pipeline-parallel rank.
+        e: Expert-parallel rank.
+    """
     if not m["experts"]:
         return
     stage, mine = m["layers"] // pp, m["experts"] // ep
@@ -89,7 +106,13 @@ def iterate_expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterato
 
 
 def divide_over_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[list[PlacedShard]]:
-    """What each of `size` data-parallel ranks writes of these weights. replicated: names that another tensor-parallel rank writes."""
+    """Return the shards that each of `size` data-parallel ranks writes.
+
+    Args:
+        weights: Weights of these ranks.
+        size: Number of data-parallel ranks.
+        replicated: Names of weights that another tensor-parallel rank writes.
+    """
     own = [weight for weight in weights if weight[0] not in replicated]
     given = divide_tensors([[(number, 2 * prod(shape), rank == 0) for number, (_, shape, _, _) in enumerate(own)] for rank in range(size)])
     total = sum(prod(shape) for _, shape, _, _ in weights)
@@ -118,6 +141,7 @@ def divide_over_replicas(weights: list[Weight], size: int, replicated: set[str])
 
 
 def place_shards(pieces: list[Shard]) -> list[PlacedShard]:
+    """Return the shards with their offsets in the rank's file."""
     result, at = [], 0
     for piece in pieces:
         length = HEADER + prod(piece.shape) * (2 if piece.dtype is torch.bfloat16 else 4)
@@ -127,7 +151,15 @@ def place_shards(pieces: list[Shard]) -> list[PlacedShard]:
 
 
 def simulate_grid(world: int, m: dict, tp: int, pp: int, ep: int) -> list[list[PlacedShard]]:
-    """What each rank writes. Ranks that hold dense weights alike, and those that hold experts alike, are dealt to in turn."""
+    """Return the shards that each rank writes; replicas share the work.
+
+    Args:
+        world: Number of ranks.
+        m: Sizes of the model.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        ep: Expert-parallel size.
+    """
     dp, expert_dp = world // (tp * pp), world // (pp * ep)
     ranks: list[list[PlacedShard]] = [[] for _ in range(world)]
     norms = {"input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "router", "final_layernorm"}
@@ -142,6 +174,7 @@ def simulate_grid(world: int, m: dict, tp: int, pp: int, ep: int) -> list[list[P
 
 
 def measure_grid(world: int, model: str, layout: dict) -> list[str]:
+    """Return the row of one simulated grid."""
     m = MODELS[model]
     ranks = simulate_grid(world, m, **layout)
     sizes = [sum(part.length for part in pieces) for pieces in ranks]
@@ -164,8 +197,9 @@ def measure_grid(world: int, model: str, layout: dict) -> list[str]:
 
 
 def measure_grids() -> Table:
-    counted = ("pieces a rank (most)", "files a rank", "GB a rank (most)", "GB of a rank before", "s of the copy")
-    described = (".metadata, MB", "sent to rank 0 at the first save, MB", "later, MB", "described in, s of a CPU", "read, MB of memory")
+    """Return the table of the simulated grids."""
+    counted = ("shards per rank (max)", "files per rank", "GB per rank (max)", "GB of a rank's state", "s of the copy")
+    described = (".metadata, MB", "sent to rank 0 at the first save, MB", "later, MB", "written in, CPU s", "read, MB of memory")
     table = Table("GPUs", "model, layout", *counted, *described)
     for world, model, layout in GRIDS:
         table.add_row(*measure_grid(world, model, layout))
@@ -176,7 +210,7 @@ def measure_grids() -> Table:
 
 
 def measure(rank: int, world: int, folder: Path, is_async: bool):
-    """(seconds that `save` took, seconds until it was complete), medians of some saves."""
+    """Return (seconds of the call of `save`, seconds until the checkpoint is complete), medians of six saves."""
     from megatron_grpo.core.metadata import Progress
     from megatron_grpo.core.parallel import collectives
     from tests.distributed.test_checkpoint import Policy, Prompts, Waiting, checkpoints
@@ -195,16 +229,17 @@ def measure(rank: int, world: int, folder: Path, is_async: bool):
 
 
 def measure_real_saves() -> Table:
+    """Return the table of saves on gloo ranks."""
     from tests.ranks import run_ranks
 
-    table = Table("ranks", "", "held up, ms", "complete after, ms", "MB in files", "files")
+    table = Table("ranks", "", "blocked, ms", "complete after, ms", "MB in files", "files")
     for world in (1, 2, 4):
         for is_async in (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 held, whole = run_ranks(measure, world, Path(folder), is_async, timeout=600)[0]
                 files = [path for path in Path(folder).rglob("iter_*/**/*") if path.is_file()]
                 size = sum(path.stat().st_size for path in files)
-            how = "beside" if is_async else "at once"
+            how = "asynchronous" if is_async else "synchronous"
             table.add_row(str(world), how, f"{held * 1e3:.0f}", f"{whole * 1e3:.0f}", f"{size / 1e6:.1f}", str(len(files)))
     return table
 
@@ -213,7 +248,7 @@ def measure_real_saves() -> Table:
 
 
 def measure_quickstart(steps: int) -> Table:
-    """Whole runs: `time/checkpoint` is everything that a step waited for."""
+    """Return the table of complete runs; `time/checkpoint` is all the time for which a step waited."""
     import subprocess
 
     table = Table("", "time/step, ms", "time/checkpoint, ms", "share", "share of the worst step", "steps without any save, ms")
@@ -222,10 +257,16 @@ def measure_quickstart(steps: int) -> Table:
     config = ["--config", "examples/quickstart/config.yaml", "--max_steps", str(steps), "--eval_steps", "0", "--export_hf", "false"]
     base = [sys.executable, *ranks, *config]
     medians = {}
-    for name, flags in (("none", []), ("beside", ["--save_steps", "1", "--async_save", "true"]), ("at once", ["--save_steps", "1"])):
+    for name, flags in (
+        ("none", []),
+        ("asynchronous", ["--save_steps", "1", "--async_save", "true"]),
+        ("synchronous", ["--save_steps", "1"]),
+    ):
         with tempfile.TemporaryDirectory() as out:
             subprocess.run([*base, *flags, "--output_dir", out], cwd=here, check=True, stdout=subprocess.DEVNULL)
-            rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()][2:]  # the first two warm up
+            rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()][
+                2:
+            ]  # the first two steps are a warm-up
         whole, waited = ([row.get(f"time/{what}", 0.0) for row in rows] for what in ("step", "checkpoint"))
         medians[name] = statistics.median(whole)
         if name != "none":

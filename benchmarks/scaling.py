@@ -1,9 +1,9 @@
-"""What a layout costs: CPU seconds of one train step, summed over its ranks, beside one rank with the same tokens.
+"""Measure the cost of a parallel layout: CPU seconds of one training step, summed over its ranks, relative to one rank.
 
     python benchmarks/scaling.py --rounds 3
 
-Every layout trains the same samples from the same weights. Its loss and every gradient tensor are compared with one rank's before a ratio
-is printed. 1.00 would be a layout that computes nothing twice, sends nothing and waits for nobody. Jobs of one rank and of two take turns.
+Every layout trains the same samples from the same weights. Its loss and gradients are compared with those of one rank before a ratio is
+printed. A ratio of 1.00 means that nothing is computed twice, sent or waited for. Jobs with one rank and with two alternate.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PROMPTS, G, PROMPT, COMPLETION = 8, 8, 64, (32, 192)  # groups, their completion
 
 
 def make_rollout(step: int) -> list[Sample]:
+    """Return the samples of a step."""
     rng, found = np.random.default_rng(step), []
     for prompt_number in range(PROMPTS):
         prompt, rows = rng.integers(4, 512, PROMPT), []
@@ -51,7 +52,15 @@ def make_rollout(step: int) -> list[Sample]:
 
 
 def train(rank: int, world: int, path: Path, changes: dict, steps: int):
-    """CPU seconds of each step but the first, which allocates; of the first its loss and, on rank 0, its gradients."""
+    """Return the CPU seconds of each step except the first, and the first step's loss and gradients (on rank 0).
+
+    Args:
+        rank: Rank of this process.
+        world: Number of ranks.
+        path: Path of the model.
+        changes: Settings of the layout.
+        steps: Number of measured steps.
+    """
     cfg = cases.settings(loss_type="dapo", clip_grad=1.0, lr=1e-6, temperature=1.0, max_completion_length=COMPLETION[1],
                          max_tokens_per_micro_batch=2048, **changes)  # fmt: skip
     policy = cases.build(path, cfg, world)
@@ -74,7 +83,13 @@ def train(rank: int, world: int, path: Path, changes: dict, steps: int):
 
 
 def check_gradients(found, right, layout: str) -> float:
-    """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
+    """Return the worst relative error of a gradient tensor; exit if it is not a rounding error, because times would be meaningless.
+
+    Args:
+        found: Result of the layout.
+        right: Result of one rank.
+        layout: Name of the layout.
+    """
     (_, loss, gradients), (_, right_loss, right_gradients) = found, right
     assert gradients.keys() == right_gradients.keys(), gradients.keys() ^ right_gradients.keys()
     worst = max(float(np.linalg.norm(gradients[n] - g) / np.linalg.norm(g)) for n, g in right_gradients.items())
@@ -84,13 +99,15 @@ def check_gradients(found, right, layout: str) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="jobs of each layout, beside as many of one rank")
-    parser.add_argument("--steps", type=int, default=4, help="of a job, after one that warms up")
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each layout, and as many of one rank")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a job, after a warm-up step")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Measure all layouts and print the table."""
     arguments, console = parse_arguments(), Console(width=140)
     table = Table("model", "layout", "one rank, CPU s", "all ranks, CPU s", "all ranks / one: median (from, to)", "gradients differ by",
                   title=f"one train step, medians of {arguments.rounds} pairs of jobs")  # fmt: skip

@@ -1,10 +1,11 @@
-"""How much of sampling from a rollout server is HTTP: CPU seconds of who speaks it, beside those of the engine that draws the tokens.
+"""Measure the cost of HTTP in sampling from a rollout server: CPU seconds of client, HTTP process and engine.
 
     python benchmarks/server_http.py --rounds 5
 
-One real server with a model of 50 million parameters and one client, as a trainer's rank 0 asks it: two calls at a time, groups as one
-request. "client" is this process: it encodes, listens, decodes and checks. "HTTP process" is the server's: routes, tokens to text, and
-vLLM's own front end, which would cost the same without HTTP. "engine" draws. If it never waits, sampling takes no longer than without HTTP.
+The benchmark runs one real server with a model of 50 million parameters and one client, which sends requests as a trainer's rank 0 does:
+two calls at a time, one request per group. "client" is this process, which encodes, waits, decodes and checks. "HTTP process" is the
+server's front end: routes, detokenization, and vLLM's own front end, which would cost the same without HTTP. "engine" samples. If the
+engine is never idle, HTTP does not slow down sampling.
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ MODEL = dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_head
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--n", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--completion", type=int, default=64, help="tokens of each")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a round")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--n", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--completion", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
     return parser.parse_args()
 
 
 def sum_cpu_seconds(pids: list[int]) -> float:
-    """Seconds so far, children included."""
+    """Return the CPU seconds of some processes so far, without their children."""
     return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
 
 
 def main() -> None:
+    """Start the server, measure all rounds and print the table."""
     arguments, console, rng = parse_arguments(), Console(width=140), np.random.default_rng(0)
     folder = Path(tempfile.mkdtemp())
     model = write_tiny(folder / "model", **MODEL)
@@ -73,7 +76,7 @@ def main() -> None:
         speakers = [pid for pid in tree if pid not in engines]
         assert engines and speakers
         rows = []
-        for turn in range(arguments.rounds + 1):  # the first warms up
+        for turn in range(arguments.rounds + 1):  # the first round is a warm-up
             requests = {
                 i: wire.Request(key=str(i), ids=tuple(map(int, rng.integers(4, 32000, arguments.prompt_tokens))), seed=turn * 1000 + i,
                                 n=arguments.n, max_tokens=arguments.completion)

@@ -1,10 +1,10 @@
-"""What one rank of a large job receives and computes for a rollout and its two optimizer steps, without model and engine.
+"""Measure what one rank of a large job receives and computes for a rollout and its two optimizer steps, without model and engine.
 
     python benchmarks/simulated_ranks.py
 
-The loop's own code runs as one rank of 8, 64 and 1,024; `tests/simulated_ranks.py` makes what the other ranks send. Bytes are those of
-pickled objects. CPU seconds are those of this rank, with unpickling what it receives and without making it; least of three runs. Once the
-batch is the same for every number of ranks, once each rank has the same number of completions.
+The training loop's own code runs as one rank of 8, 64 and 1,024; `tests/simulated_ranks.py` makes what the other ranks send. Bytes are
+those of pickled objects. CPU seconds include unpickling of received objects but not making them; minimum of three runs. The first table has
+the same batch for every number of ranks, the second the same number of completions per rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUPS = {"the same batch": lambda ranks: 2048, "the same completions for each r
 
 
 class TimedWorld(World):
-    """`World` that measures what it receives, and the CPU seconds that it takes itself."""
+    """`World` that counts received bytes and measures its own CPU seconds."""
 
     seconds, num_bytes = 0.0, 0
 
@@ -40,7 +40,7 @@ class TimedWorld(World):
 
     def _timed(self, work: Any, value: Any) -> list[Any]:
         start = time.process_time()
-        # Items are copied one by one: the groups of another rank are copies of one group, and pickle writes an object once.
+        # Items are copied separately: the groups of another rank are the same object, which pickle would write only once.
         parts = [
             [pickle.loads(pickle.dumps(item, protocol=5)) for item in part] if isinstance(part, list) else part for part in work(value)
         ]
@@ -51,7 +51,7 @@ class TimedWorld(World):
 
 
 def measure(ranks: int, groups: int) -> tuple[int, float]:
-    """Return the bytes that a rank receives, and its CPU seconds."""
+    """Return (bytes received, CPU seconds) of a rank."""
     with tempfile.TemporaryDirectory() as folder:
         world, start = TimedWorld(size=ranks, rank=1), time.process_time()
         a_rollout_and_two_steps(world, Path(folder), length=LENGTH, groups=groups, group_size=GROUP_SIZE)
@@ -59,6 +59,7 @@ def measure(ranks: int, groups: int) -> tuple[int, float]:
 
 
 def main() -> None:
+    """Measure all sizes and print the tables."""
     columns = ("ranks", "completions: batch, of a rank", "received, kB", "CPU s", "us for each completion of the batch")
     for title, num_groups in GROUPS.items():
         table = Table(*columns, title=title)

@@ -1,9 +1,10 @@
-"""Measure the start and the end of a run: CPU seconds of all its processes until the first logged step, and after the last.
+"""Measure the start and the end of a run: CPU seconds of all processes until the first logged step and after the last.
 
-Runs the quickstart's training with few steps, once or in turns with another checkout of the package.
-
-    bash examples/quickstart/run.sh                                            once, for the data and the model
+    bash examples/quickstart/run.sh                                            # once, to make the data and the model
     python benchmarks/start_and_end.py --ranks 1 2 --pairs 3 [--against OTHER_CHECKOUT]
+
+The benchmark runs the quickstart with few steps, optionally alternating with another checkout of the package. Further arguments are
+settings of the run.
 """
 
 from __future__ import annotations
@@ -24,17 +25,23 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def read_tree_cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process, of those below it that run, and of those that these have waited for."""
+    """Return the CPU seconds of a process and its living descendants, including their ended children."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return 0.0
     return sum(map(int, fields[11:15])) / TICKS + sum(map(read_tree_cpu_seconds, children))
 
 
 def run_once(checkout: Path, ranks: int, settings: list[str]) -> dict[str, float]:
-    """Return CPU and wall seconds of the start and the end, and CPU seconds of the steps between."""
+    """Execute a run and return CPU and wall-clock seconds of its start and end, and CPU seconds of the steps between.
+
+    Args:
+        checkout: Root of the package.
+        ranks: Number of ranks.
+        settings: Further settings.
+    """
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log, out = Path(folder, "log"), Path(folder, "run")
@@ -52,7 +59,7 @@ def run_once(checkout: Path, ranks: int, settings: list[str]) -> dict[str, float
             logged = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if logged and logged not in marks:
                 marks[logged] = read_tree_cpu_seconds(process.pid), time.monotonic() - began
-            time.sleep(0.02)  # a fraction of a step
+            time.sleep(0.02)  # polling interval, a fraction of a step
         if process.returncode:
             sys.exit(log.read_text())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -64,11 +71,12 @@ def run_once(checkout: Path, ranks: int, settings: list[str]) -> dict[str, float
 
 
 def main() -> None:
+    """Measure all runs and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--against", type=Path, help="another checkout, which takes turns with this one")
-    parser.add_argument("--steps", default="10")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each checkout")
+    parser.add_argument("--against", type=Path, help="another checkout, whose runs alternate with this one's")
+    parser.add_argument("--steps", default="10", help="optimizer steps of a run")
     args, settings = parser.parse_known_args()
     for ranks in args.ranks:
         found: dict[str, list[dict[str, float]]] = {}

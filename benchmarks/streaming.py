@@ -1,9 +1,9 @@
-"""What a data set takes of a rank's memory, and how long it takes to the first prompt: read whole before a run, and with `streaming`.
+"""Measure the memory of a data set in a rank and the time until the first prompt, read completely and with `streaming`.
 
     python benchmarks/streaming.py [MEGABYTES]
 
-Each way in a process of its own, which imports, opens the data set of so many megabytes (default 200; rows of some 1,000 bytes), and takes
-4,000 prompts. Peaks are of the resident set, over what the process had before it opened the data set; seconds are of a wall clock.
+Each case runs in its own process, which imports, opens a data set of the given size (default 200; rows of about 1,000 bytes) and reads
+4,000 prompts. Memory is the peak of the resident set minus its size before the data set was opened. Seconds are wall-clock time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class WordTokenizer:
-    """A tokenizer that costs nothing: what is measured are rows."""
+    """Tokenizer with negligible cost: a token per word."""
 
     chat_template = None
 
@@ -31,6 +31,7 @@ class WordTokenizer:
 
 
 def write_dataset(path: Path, size: int) -> None:
+    """Write a .jsonl file of `size` megabytes."""
     row = 0
     with path.open("w") as stream:
         while stream.tell() < size * 1_000_000:
@@ -41,13 +42,13 @@ def write_dataset(path: Path, size: int) -> None:
 
 
 def read_peak_bytes() -> int:
-    """Of the resident set of this process; what `getrusage` tells is its parent's too."""
+    """Return the peak of this process's resident set in bytes; `getrusage` would include the parent's."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def convert_to_parquet(path: Path) -> Path:
-    """The same rows in one row group, which is what most libraries write."""
+    """Write the rows as a Parquet file with one row group, as most libraries do, and return its path."""
     import pyarrow
     from pyarrow import parquet
 
@@ -57,7 +58,13 @@ def convert_to_parquet(path: Path) -> Path:
 
 
 def measure(path: str, how: str) -> None:
-    from pyarrow import parquet  # noqa: F401 - its own memory is no row's
+    """Print the memory and the seconds of one case.
+
+    Args:
+        path: Path of the data set.
+        how: "whole" or "streaming".
+    """
+    from pyarrow import parquet  # noqa: F401 - so that its memory is not counted
 
     from megatron_grpo.run.config.settings import DataConfig
     from megatron_grpo.run.data.prompts import open_stream
@@ -71,12 +78,11 @@ def measure(path: str, how: str) -> None:
     seconds = time.perf_counter() - began
     peak = read_peak_bytes() - before
     form = Path(path).suffix
-    print(
-        f"{form:>8} {how:>10}: {peak / MIB:8,.0f} MiB at most, first prompt after {first:6.2f} s, {TAKEN:,} prompts after {seconds:6.2f} s"
-    )
+    print(f"{form:>8} {how:>10}: {peak / MIB:8,.0f} MiB peak, first prompt after {first:6.2f} s, {TAKEN:,} prompts after {seconds:6.2f} s")
 
 
 def main() -> None:
+    """Write the data set and measure all cases."""
     if len(sys.argv) == 3:
         return measure(*sys.argv[1:])
     size = int(sys.argv[1]) if len(sys.argv) > 1 else 200

@@ -1,11 +1,11 @@
-"""One optimizer step beside TRL's GRPOTrainer on the same tokens, and where the time of ours goes.
+"""Compare one optimizer step with TRL's GRPOTrainer on the same tokens, and profile ours.
 
     python benchmarks/training_step.py --batch D --pairs 5
     python benchmarks/training_step.py --batch W --profile
 
-Both trainers live in this process and take turns on each batch: TRL draws nothing, its `rollout_func` hands out tokens from a seed, and the
-advantages that it computes are given to ours. All gradients of the first step are compared before any time is printed. Times are CPU
-seconds of this process on one thread. Quote the ratios: both halves of a pair meet the same neighbours, and machines differ.
+Both trainers run in this process and alternate on each batch. TRL samples nothing: its `rollout_func` returns random tokens, and our
+trainer uses the advantages that TRL computes. All gradients of the first step are compared before times are printed. Times are CPU seconds
+of this process on one thread. Quote the ratios: both steps of a pair have the same conditions, while machines differ.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatron_grpo.core.types import Sample
 from tests import parity_cases as cases
 from tests.tiny_models import EOS, write_tiny
 
-# Tokens of a prompt; of its completions (their mean, where they vary up to a limit of 512); prompts; words.
+# prompt: tokens of a prompt. completion: tokens of a completion, or their mean. prompts: number of prompts. vocab: size of the vocabulary.
 BATCHES = {
-    "A": SimpleNamespace(prompt=7, completion=64, varies=False, prompts=8, vocab=64),  # nothing to share, nothing to pack
-    "D": SimpleNamespace(prompt=64, completion=96, varies=True, prompts=8, vocab=64),  # completions vary
+    "A": SimpleNamespace(prompt=7, completion=64, varies=False, prompts=8, vocab=64),  # short prompts, equal lengths
+    "D": SimpleNamespace(prompt=64, completion=96, varies=True, prompts=8, vocab=64),  # varying lengths
     "E": SimpleNamespace(prompt=256, completion=64, varies=False, prompts=8, vocab=64),  # long prompts
-    "W": SimpleNamespace(prompt=128, completion=256, varies=False, prompts=4, vocab=32768),  # many words
+    "W": SimpleNamespace(prompt=128, completion=256, varies=False, prompts=4, vocab=32768),  # large vocabulary
 }
 for kind in BATCHES.values():
     kind.group, kind.longest = 8, 512  # completions of a prompt; tokens of the longest
-# What a profile calls the operations that take time of their own. What matches none is elementwise.
+# Names of operations in a profile by kind; others count as elementwise.
 KINDS = {
     "GEMM": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addmm_"),
     "attention": ("aten::_scaled_dot_product_flash_attention",),
@@ -51,13 +51,19 @@ KINDS = {
 
 
 def measure_cpu_seconds(work):
+    """Return (CPU seconds, result) of a function."""
     start = time.process_time()
     result = work()
     return time.process_time() - start, result
 
 
 class OurTrainer:
-    """The policy, and the step on what TRL trained on."""
+    """Policy of this package that trains on the batches of TRL.
+
+    Args:
+        path: Path of the model.
+        arguments: Arguments of the command line.
+    """
 
     def __init__(self, path: Path, arguments: argparse.Namespace):
         cfg = cases.settings(
@@ -78,7 +84,11 @@ class OurTrainer:
         self.policy.optimizer.step = step
 
     def make_batch(self, tokens):
-        """tokens: (prompt, completion, advantage) of each row, group after group."""
+        """Return the batch of a step.
+
+        Args:
+            tokens: (prompt, completion, advantage) of each row; the rows of a group are consecutive.
+        """
         samples = []
         for row, (prompt, completion, advantage) in enumerate(tokens):
             mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
@@ -95,7 +105,15 @@ class OurTrainer:
 
 
 def make_trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=time.process_time, **config):
-    """TRL's own trainer. on_step(tokens, seconds): called after each of its optimizer steps. seconds: a clock. config: its own."""
+    """Return a GRPOTrainer that trains on random tokens.
+
+    Args:
+        path: Path of the model.
+        arguments: Arguments of the command line.
+        on_step: Function called after each optimizer step with the tokens of the step and its seconds.
+        seconds: Clock.
+        config: Further arguments of GRPOConfig.
+    """
     import transformers
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -159,14 +177,14 @@ def make_trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seco
 
 
 def measure_gemm_rate(tokens: int = 2048, hidden: int = 128, out: int = 256) -> float:
-    """GFLOP/s of a product of the model's size: what this machine gives at this moment."""
+    """Return the GFLOP/s of a matrix product of the model's size at this moment."""
     x, w, y = torch.randn(tokens, hidden), torch.randn(hidden, out), torch.empty(tokens, out)
     spent = [measure_cpu_seconds(lambda: [torch.mm(x, w, out=y) for _ in range(20)])[0] / 20 for _ in range(5)]
     return 2e-9 * tokens * hidden * out / min(spent)
 
 
 def count_least_products(policy, batch) -> float:
-    """GFLOP of the matrix products that a step cannot do without: three a token and matrix, and the same of the head for trained tokens."""
+    """Return the GFLOP of the necessary matrix products of a step: three per token and matrix, and three per trained token and head."""
     sizes = {name: tensor.numel() for name, tensor in policy.named_weights() if tensor.dim() == 2}
     head = sizes.pop("lm_head.weight", 0) or sizes["model.embed_tokens.weight"]
     sizes.pop("model.embed_tokens.weight")
@@ -176,11 +194,9 @@ def count_least_products(policy, batch) -> float:
 
 
 def profile_step(policy, batch) -> Table:
-    """Seconds of one step by kind of work, and those of the head."""
+    """Return a table with the seconds of one step by kind of work, and those of the head."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        begun = (
-            time.perf_counter()
-        )  # a profiler's own measure; where the machine is busy it is more than CPU seconds, so look at the shares
+        begun = time.perf_counter()  # the wall clock, as in the profile: on a busy machine only the shares are meaningful
         policy.train_step(batch)
         spent = time.perf_counter() - begun
     totals = dict.fromkeys([*KINDS, "elementwise"], 0.0)
@@ -197,7 +213,13 @@ def profile_step(policy, batch) -> Table:
 
 
 def measure_head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
-    """MiB that this process holds at most above what it held before, while the head goes forward and backward."""
+    """Return the peak memory of forward and backward of the head in MiB, relative to the memory before.
+
+    Args:
+        words: Size of the vocabulary.
+        tokens: Number of tokens.
+        hidden: Hidden size.
+    """
     from megatron_grpo.core.parallel.vocab import linear_logprobs
 
     states, weight = torch.randn(tokens, hidden, requires_grad=True), torch.randn(words, hidden, requires_grad=True)
@@ -222,32 +244,41 @@ def measure_head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> floa
 
 
 def compare_gradients(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], bar: float = 1e-4) -> float:
-    """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
+    """Return the worst relative error of a gradient tensor; exit if it exceeds `bar`, because times would be meaningless.
+
+    Args:
+        mine: Gradients of our trainer.
+        theirs: Gradients of TRL.
+        bar: Limit.
+    """
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
     worst, name = max((float(np.linalg.norm(mine[n] - g) / np.linalg.norm(g)), n) for n, g in theirs.items())
     if worst > bar:
-        raise SystemExit(f"the gradient of {name} differs by {worst:.1e} from TRL's: these are not the same step")
+        raise SystemExit(f"the gradient of {name} differs by {worst:.1e} from TRL's: the two did not compute the same step")
     return worst
 
 
 def format_spread(values) -> str:
+    """Return "median (minimum to maximum)"."""
     return f"{np.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--batch", choices=BATCHES, default="D")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--budget", type=int, default=4096, help="our max_tokens_per_micro_batch")
-    parser.add_argument("--trl-micro-batch", type=int, default=8, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--share_prefix", default="auto")
+    parser.add_argument("--batch", choices=BATCHES, default="D", help="sizes of the batch")
+    parser.add_argument("--pairs", type=int, default=5, help="steps of each trainer")
+    parser.add_argument("--budget", type=int, default=4096, help="max_tokens_per_micro_batch of our trainer")
+    parser.add_argument("--trl-micro-batch", type=int, default=8, help="per_device_train_batch_size of TRL")
+    parser.add_argument("--share_prefix", default="auto", help="share_prefix of our trainer")
     parser.add_argument("--dtype", choices=("float32",), default="float32")
-    parser.add_argument("--profile", action="store_true", help="where one more step of ours goes")
+    parser.add_argument("--profile", action="store_true", help="print a profile of another step of our trainer")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
+    """Train all pairs and print the tables."""
     arguments, console = parse_arguments(), Console()
     torch.set_num_threads(1)
     kind = BATCHES[arguments.batch]
@@ -261,7 +292,7 @@ def main() -> None:
         reached.append(count_least_products(ours.policy, batch) / measure_gemm_rate() / pairs[-1][1])
         last[:] = [batch]
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ours has set them; TRL would wrap its model in DDP and be the slower for it
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set by our trainer; with them, TRL would use DDP and be slower
         os.environ.pop(name, None)
     trainer = make_trl_trainer(path, arguments, train_pair)
     trainer.train()

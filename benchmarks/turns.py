@@ -1,9 +1,9 @@
-"""Episodes against the same contexts in one batch: what it costs that requests join and leave one engine. CPU seconds, on a tiny model.
+"""Compare multi-turn episodes with sampling the same contexts in one batch: the cost of requests that join and leave a running engine.
 
     python benchmarks/turns.py --episodes 256 --turns 4 --tokens 24 --rounds 3
 
-Each turn has exactly so many tokens in both: a turn that is cut counts as one that ended, and the batch asks vLLM for as many, in the
-contexts that the episodes had. So both draw equal numbers of tokens in equal contexts, and the prefix cache helps both.
+CPU seconds of this process, with a tiny model. Both ways sample the same number of tokens in the same contexts, because every turn has
+exactly `--tokens` tokens: a truncated turn counts as complete. The prefix cache is enabled in both.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> None:
+    """Write a tiny model and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("episodes", 256), ("turns", 4), ("tokens", 24), ("rounds", 3), ("hidden", 128), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -34,6 +35,12 @@ def main() -> None:
 
 
 def measure(path: Path, args: argparse.Namespace) -> None:
+    """Print tokens, CPU seconds and wall-clock seconds of both ways, and the ratio of their CPU seconds.
+
+    Args:
+        path: Path of the model.
+        args: Arguments of the command line.
+    """
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.rollout.engine import SamplingSettings
     from megatron_grpo.core.rollout.turns import EngineTurnSampler, request_seed
@@ -49,7 +56,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
             return [{"role": "user", "content": "again"}], 0.0, False
 
     class FixedLengthSampler(EngineTurnSampler):
-        """Turns of so many tokens."""
+        """Sampler whose turns all have `--tokens` tokens."""
 
         def submit(self, key, token_ids, *, seed, max_tokens):
             asked.append((tuple(token_ids), seed))
@@ -86,7 +93,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
         return count
 
     asked: list[tuple[tuple[int, ...], int]] = []
-    run_episodes(), run_batch()  # warm
+    run_episodes(), run_batch()  # warm-up
     for round_ in range(args.rounds):
         found = {}
         for name, work in (("episodes", run_episodes), ("batch", run_batch)):
@@ -95,7 +102,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
             tokens = work()
             found[name] = time.process_time() - began
             print(f"round {round_ + 1}, {name}: {tokens:,} tokens, {found[name]:.2f} CPU s, {time.monotonic() - wall:.2f} s")
-        print(f"round {round_ + 1}: episodes have {found['batch'] / found['episodes']:.2f} of the speed of one batch, by CPU seconds")
+        print(f"round {round_ + 1}: episodes have {found['batch'] / found['episodes']:.2f} of the speed of one batch (CPU seconds)")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What a push of weights costs: CPU seconds beside a memcpy of the same bytes, and beside gloo alone, in the same run.
+"""Measure the cost of a weight sync: CPU seconds relative to a memcpy of the same bytes and to plain gloo collectives.
 
     python benchmarks/weight_push.py [rounds]
 
-A model as the table of weights knows it, without Megatron's modules: shards drawn from names. First into a real vLLM engine on one rank,
-through vLLM's own reload and by the table that is learnt from it; "packing" is what vLLM's CPU kernels ask for. Then over two ranks, where
-"load" copies into a sampler's tensors. CPU seconds of a rank; medians of interleaved rounds; ratios are the figures to quote.
+The weights are random shards with the names of a model, without Megatron's modules. The first table syncs into a real vLLM engine on one
+rank, through vLLM's reload and through the table that is learned from it; "packing" is the time of repacking weights for vLLM's CPU
+kernels. The second table uses one and two ranks; "load" copies into the tensors of a sampler. Times are CPU seconds of a rank, medians of
+alternating rounds. Quote the ratios.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tests.wire import wire
 ENGINES = {
     "dense": dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1536),
     "64 experts": dict(family="qwen3_moe", vocab=8192, hidden=256, layers=5, heads=8, kv_heads=4, head_dim=64, ffn=192, experts=64),
-    "dense, kept as it is loaded": dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1536),
+    "dense, not repacked": dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1536),
     "128 tiny experts": dict(family="qwen3_moe", vocab=128, hidden=64, layers=4, ffn=32, experts=128),
 }
 COMMON = dict(max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False, hidden_act="silu",
@@ -52,7 +53,13 @@ CASES = [("dense", DENSE, {}), ("dense", DENSE, dict(tp=2)), ("dense", DENSE, di
 
 
 def load_shards(weight_map: WeightMap, read, p) -> dict[str, torch.Tensor]:
-    """What a rank holds, each shard in memory of its own."""
+    """Return the shards that a rank holds, each in its own memory.
+
+    Args:
+        weight_map: Map of the model's weights.
+        read: Function that returns a tensor by its Hugging Face name.
+        p: Parallel state of the rank.
+    """
     found = {}
     for name in weight_map.megatron_names():
         layer, _, expert = weight_map.place(name)
@@ -66,7 +73,11 @@ def load_shards(weight_map: WeightMap, read, p) -> dict[str, torch.Tensor]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of the memory that was taken inside and is still held, at most."""
+    """Dispatch mode that measures the peak of the bytes allocated inside and still referenced.
+
+    Args:
+        before: Tensors that existed before and are not counted.
+    """
 
     def __init__(self, *before: torch.Tensor):
         super().__init__()
@@ -85,6 +96,15 @@ class PeakMemory(TorchDispatchMode):
 
 
 def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: int):
+    """Return (bytes, collectives, bytes received, peak bytes, median CPU seconds by way) of a sync over `world` ranks.
+
+    Args:
+        rank: Rank of this process.
+        world: Number of ranks.
+        config: config.json of the model.
+        sizes: Sizes of the layout.
+        rounds: Number of rounds.
+    """
     p = start(Layout(world_size=world, **sizes))
     shape = ModelShape.from_hf(config)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
@@ -106,7 +126,7 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
                 held[name].copy_(tensor)
 
     def gloo_alone() -> None:
-        """The same bytes in pieces of the same size, with nothing packed and nothing taken apart."""
+        """Send the same bytes in pieces of the same size without packing."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for at in range(0, num_bytes, exchange.bucket_bytes):
             piece = target[at : at + exchange.bucket_bytes // 2 * 2]
@@ -126,7 +146,7 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
                 dist.barrier()
             begin = time.process_time()
             run()
-            if turn:  # the first warms up
+            if turn:  # the first round is a warm-up
                 spent[way].append(time.process_time() - begin)
     with wire() as counted:
         stream()
@@ -137,7 +157,15 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
 
 
 def push_into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool):
-    """(tensors, bytes, CPU seconds by way) of pushes into a real engine of this process. is_packed: by oneDNN, as a CPU's engine is."""
+    """Return (tensors, bytes, median CPU seconds by way) of syncs into a vLLM engine of this process.
+
+    Args:
+        rank: Rank of this process.
+        world: Number of ranks.
+        path: Path of the model.
+        rounds: Number of rounds.
+        is_packed: Whether weights are repacked for oneDNN, as by default on a CPU.
+    """
     from megatron_grpo.core.rollout import vllm_patches
     from megatron_grpo.core.rollout.vllm_weights import WeightLoader
     from megatron_grpo.core.weights.buckets import WeightUpdate
@@ -163,7 +191,7 @@ def push_into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: 
     with engine_at(path, rank, world) as engine:
         loaders = {"reload": WeightLoader(), "table": WeightLoader()}
         loaders["reload"].reason, loaders["table"].pack = "this benchmark measures it", pack
-        for turn in range(rounds + 2):  # the first learns, the second warms up
+        for turn in range(rounds + 2):  # the first round learns the table, the second is a warm-up
             begin = time.process_time()
             target.copy_(source)
             found = {"memcpy": time.process_time() - begin}
@@ -180,13 +208,14 @@ def push_into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: 
 
 
 def measure_engines(rounds: int) -> Table:
-    table = Table("model", "tensors", "MB", "memcpy ms", "vLLM's reload ms", "by the table ms", "of it packing ms", "us a tensor, reload",
-                  "table", "memcpy rate, reload", "table", "without packing",
-                  title=f"one push on one rank into a real engine, float32, CPU time, medians of {rounds}")  # fmt: skip
+    """Return the table of syncs into a real engine."""
+    table = Table("model", "tensors", "MB", "memcpy ms", "vLLM's reload ms", "by the table ms", "of which packing ms",
+                  "us per tensor, reload", "table", "memcpy rate, reload", "table", "without packing",
+                  title=f"one sync on one rank into a real engine, float32, CPU time, medians of {rounds}")  # fmt: skip
     for title, model in ENGINES.items():
         with tempfile.TemporaryDirectory() as folder:
             num_tensors, num_bytes, seconds = run_ranks(
-                push_into_engine, 1, write_tiny(folder, **model), rounds, "kept" not in title, timeout=300
+                push_into_engine, 1, write_tiny(folder, **model), rounds, "not repacked" not in title, timeout=300
             )[0]
         memcpy, reload, by_table, packing = (1000 * seconds[way] for way in ("memcpy", "reload", "table", "packing"))
         times = (memcpy, reload, by_table, packing, 1000 * reload / num_tensors, 1000 * (by_table - packing) / num_tensors)
@@ -196,6 +225,7 @@ def measure_engines(rounds: int) -> Table:
 
 
 def main() -> None:
+    """Measure all cases and print the tables."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     console = Console(width=170)
     console.print(measure_engines(rounds))
@@ -213,7 +243,7 @@ def main() -> None:
         "memcpy rate",
         "gloo rate",
     )
-    table = Table(*columns, title=f"one push, float32, buckets of 16 MiB, CPU time of a rank, medians of {rounds}")
+    table = Table(*columns, title=f"one sync, float32, buckets of 16 MiB, CPU time of a rank, medians of {rounds}")
     for title, config, sizes in CASES:
         world = 2 if sizes else 1
         found = run_ranks(measure, world, config, sizes, rounds, timeout=300)
