@@ -1,1 +1,1 @@
-"""Referee: recomputes a dumped step of this or another system in float64, and names the first number that differs."""
+"""Referee: recomputes a dumped step of this or another system in float64 and names the first number that differs."""

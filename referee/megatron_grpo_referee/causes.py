@@ -1,4 +1,4 @@
-"""Known causes: each is the reference with one thing changed, and is named where it reproduces a number that differs."""
+"""Known causes of differences. Each changes one thing in the reference, and is named if it reproduces a differing number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def changed(s: Any, **values: Any) -> SimpleNamespace:
 
 
 def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
-    """Return the token weights as the system defines them: a mean over tokens divides by what it counted, `bnpo` by its own tokens."""
+    """Return the token weights as the system defines them: a mean over tokens divides by the system's count, `bnpo` by its own."""
     if s.loss_type in TOKEN_MEANS and s.loss_type != "bnpo" and micro.tokens:
         return [m / micro.tokens for _, m in batch]
     return reference.token_weights(batch, s, longest)
@@ -41,12 +41,12 @@ class Change:
     Args:
         cause: Sentence that names it.
         settings: Settings that differ.
-        row: Changes a completion.
-        objective: Loss of each token.
-        kl: KL estimate; None: that of the system.
-        weights: Token weights.
+        row: Function that changes a completion.
+        objective: Function that returns the loss of each token.
+        kl: Function that returns the KL estimate; None: that of the system.
+        weights: Function that returns token weights.
         factor: Factor of loss and gradients.
-        drops: Whether a row is left out.
+        drops: Function that returns whether a row is left out.
     """
 
     cause: str = ""
@@ -76,7 +76,7 @@ def _explain_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch
 
 
 def _divided_by(dump: Dump, count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weights:
-    """Return weights with another length of each row: of the row itself in a mean over rows, else of all rows."""
+    """Return token weights with another length: the row's own in a mean over rows, else that of all rows."""
     total = sum(count(row, dump.micro_batches[row.micro_batch]) for row in dump.rows)
     factor = total / max(sum(row.mask.sum() for row in dump.rows), 1.0)
 
@@ -110,7 +110,7 @@ def _masked(mask: Callable[[np.ndarray], Any]) -> Callable[[ReferenceCompletion]
 
 
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the token weights and in the rows that count."""
+    """Yield causes in the token weights and in the choice of counted rows."""
     yield Change("truncated rows kept: overlong_filter is not applied", {"overlong_filter": False})
     yield Change("truncated rows left out, although overlong_filter is off", {"overlong_filter": True})
     yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
@@ -130,7 +130,7 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes that scale everything."""
+    """Yield causes that scale loss and gradients."""
     micro_batches = len(dump.micro_batches) / dump.ranks
     for count, words in ((micro_batches, "the number of micro-batches"), (dump.ranks, "the number of ranks")):
         if count > 1:
@@ -221,7 +221,7 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield the known causes of another loss or gradient, the more frequent first, without settings that are so already."""
+    """Yield the known causes of a different loss or gradient, the more frequent first, except those that equal the settings."""
     for kind in (weight_changes, scale_changes, ratio_changes, clip_changes, correction_changes, kl_changes):
         yield from (change for change in kind(dump, s) if not change.settings or changed(s, **change.settings) != s)
 
@@ -230,7 +230,7 @@ def changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def population_std(values: Sequence[float]) -> float:
-    """Return the standard deviation over n.
+    """Return the standard deviation with divisor n.
 
     Args:
         values: Numbers; None where a reward does not apply.

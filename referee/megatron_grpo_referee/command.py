@@ -1,4 +1,4 @@
-"""`megatron-grpo referee DUMP --of trl --config train.py`: the first number of another system's step that differs from the reference."""
+"""The command `megatron-grpo referee DUMP --of trl --config train.py`: compares a step of another system with the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_grpo_referee.findings import Finding, findings, first_different, i
 
 EXIT_DIFFERENT = 3
 OWN = ("--of", "--step", "--weights")
-IN_DUMP = "loss_scale_factor"  # a setting of verl that its hook writes
+IN_DUMP = "loss_scale_factor"  # setting of verl that the hook writes
 
 
 def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
@@ -44,7 +44,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     png = parsed.config.plan.png
     s = read_step_settings(parsed.config)
     s.weights = weights
-    # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
+    # Settings that do not affect the numbers of a step, such as the sampler's, may be unsupported here.
     typed = {word.lstrip("-+").partition("=")[0].replace("-", "_") for word in rest}
     needed = {"dialect", "config", *vars(s), *(name for name in typed if not name.endswith(IN_DUMP))}
     decides = [flag for one in parsed.problems for flag in one.flags if any(re.match(name, flag) for name in SYSTEMS[system]["decides"])]

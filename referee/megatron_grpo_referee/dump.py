@@ -1,4 +1,4 @@
-"""What `referee` compares: rows of an optimizer step with the numbers that a system computed for them, whichever system it was."""
+"""Dumps that `referee` compares: rows of an optimizer step with the numbers that a system computed for them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DumpedRow:
 
     @property
     def completion(self) -> reference.ReferenceCompletion:
-        """The same as the reference reads it: 0 where the dump lacks a number, NaN for the sampler's."""
+        """The row as a completion of the reference: missing numbers are 0, and NaN for the sampler's log-probs."""
 
         def array(values: np.ndarray | None) -> Tracked:
             return Tracked(np.zeros_like(self.mask) if values is None else np.nan_to_num(values))
@@ -144,10 +144,10 @@ class Dump:
 
 
 def group_indices(keys: Iterable[Any]) -> list[list[int]]:
-    """Return the places of each key, in the order of their first.
+    """Return the indices of the rows of each key, in the order of the first row.
 
     Args:
-        keys: Name of a group, or number of a micro-batch, of each row.
+        keys: Name of the group, or number of the micro-batch, of each row.
     """
     places: dict[Any, list[int]] = {}
     for place, key in enumerate(keys):
@@ -156,7 +156,7 @@ def group_indices(keys: Iterable[Any]) -> list[list[int]]:
 
 
 def refusal(message: str) -> ConfigError:
-    """Return the error that ends the command with a sentence."""
+    """Return the error that ends the command with a message."""
     return config_error("referee", f"referee: {message}")
 
 
@@ -165,7 +165,7 @@ UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, Ru
 
 @contextmanager
 def reading(path: Path, problem: str = "cannot be read") -> Iterator[None]:
-    """Refuse a file that has not what is read inside."""
+    """Turn errors of reading inside the context into a message about an invalid file."""
     try:
         yield
     except UNREADABLE as error:
@@ -207,15 +207,15 @@ def rows_of_table(table: Mapping[str, Sequence[Any]], system: str, s: Any) -> li
 
 
 def files_of_step(path: Path, step: int | None, system: str) -> list[dict[str, np.ndarray]]:
-    """Return the arrays of a hook's files of one step, in the order of their names; the last step without a number.
+    """Return the arrays of the hook's files of one step in the order of their names; without a number, of the last step.
 
-    Ranks that share their rows (tensor parallelism) write the same arrays; the first of them counts.
+    Ranks that share their rows (tensor parallelism) write the same arrays; only the first file of them is used.
 
     Args:
         step: Number of the step as the hook wrote it.
 
     Raises:
-        ConfigError: There is no such file, a file is of another version, or a file of a rank is missing.
+        ConfigError: There is no such file, a file has another version, or the file of a rank is missing.
     """
     paths, versions = [path] if path.is_file() else sorted(path.glob("*.npz")), tuple(SYSTEMS[system]["versions"])
     if not paths:
@@ -225,7 +225,7 @@ def files_of_step(path: Path, step: int | None, system: str) -> list[dict[str, n
         if "system" not in arrays or "step" not in arrays:
             raise refusal(f"{one} was not written by a hook of `referee`: it names no system and step.")
         writer = str(arrays["system"])
-        if not writer.startswith(versions) or ".dev" in writer:  # before a release, rules differ from its own
+        if not writer.startswith(versions) or ".dev" in writer:  # pre-release versions have different rules
             raise refusal(f"{one} was written by {writer}. This version reads {' and '.join(versions)}.")
     steps = sorted({int(arrays["step"]) for arrays in found.values()})
     wanted = steps[-1] if step is None else step
@@ -240,11 +240,11 @@ def files_of_step(path: Path, step: int | None, system: str) -> list[dict[str, n
 
 
 def make_dump(files: Sequence[dict[str, Any]], system: str, micro_batch: Callable[..., DumpedMicroBatch], **facts: Any) -> Dump:
-    """Return the dump of a hook's files. Those without a loss have the rows as they were scored.
+    """Return the dump of a hook's files. Files without a loss contain rows as they were scored.
 
     Args:
         files: Arrays of each file.
-        micro_batch: Returns the micro-batch of a file, given its arrays, and may add some.
+        micro_batch: Function that returns the micro-batch of a file, given its arrays, and may add arrays.
 
     Raises:
         ConfigError: Advantages differ within a row.
@@ -290,7 +290,7 @@ def make_rows(arrays: Mapping[str, Any], system: str, **common: Any) -> list[Dum
 
 
 def _advantage(given: np.ndarray, mask: np.ndarray, row: int) -> float | None:
-    """Return the advantage of a row; None where it has one for each token, and none of them is trained."""
+    """Return the advantage of a row; None if it has one advantage per token and no token is trained."""
     values = given[mask > 0] if given.ndim else given[None]
     if len(values) and np.ptp(values) > 1e-6 * max(1.0, np.abs(values).max()):
         raise refusal(f"the advantages of row {row} differ by token (a teacher, or GAE), which is not supported.")

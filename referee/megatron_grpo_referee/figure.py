@@ -12,7 +12,7 @@ from megatron_grpo_referee.findings import Finding, first_different
 
 
 def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:
-    """Write a bar for each quantity: its largest difference, in units of what rounding explains.
+    """Draw a bar for each quantity: its largest difference relative to the rounding limit.
 
     Returns:
         A line with the path of the image, or the reason why there is none.

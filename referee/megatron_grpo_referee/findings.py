@@ -1,6 +1,6 @@
-"""Compares each number of a dump with the reference, in the order in which a step computes them.
+"""Comparison of each number of a dump with the reference, in the order in which a step computes them.
 
-Each number is recomputed from what the dump says of the numbers before it, so that a difference appears where it begins.
+Each number is recomputed from the dump's numbers before it, so that a difference is reported where it begins.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_grpo_referee.causes import MODES, Change, advantage_causes, advant
 from megatron_grpo_referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, group_indices, refusal
 from megatron_grpo_referee.tracked import Tracked, value_and_gradients
 
-LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # nats: mean difference of two forwards of the same weights
+LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # mean difference in nats between two forward passes with the same weights
 Values = Any  # a sequence: a number, or an array, of each row
-Causes = Iterable[tuple[str, Values]]  # (cause, numbers with it), computed when they are tried
+Causes = Iterable[tuple[str, Values]]  # (cause, numbers with it), computed lazily
 UNKNOWN = "no known cause reproduces it"
 
 
@@ -29,14 +29,14 @@ class Finding:
 
     Args:
         quantity: Name.
-        theirs: Number of the dump, at the place of the largest difference.
-        ours: Number of the reference, at that place.
-        factor: Least-squares factor from ours to theirs over all places; None if ours is 0.
-        difference: Largest difference, in units of what rounding explains.
-        num_different: Rows in which it differs by more than rounding.
+        theirs: Number of the dump, at the largest difference.
+        ours: Number of the reference, at the largest difference.
+        factor: Least-squares factor from ours to theirs over all numbers; None if ours is 0.
+        difference: Largest difference, relative to the rounding limit.
+        num_different: Rows that differ by more than rounding.
         num_rows: Rows compared.
         row: Row of the largest difference; -1 for a number of the step.
-        cause: Known cause that reproduces it; empty where nothing differs.
+        cause: Known cause that reproduces it; empty if nothing differs.
     """
 
     quantity: str
@@ -76,7 +76,7 @@ def compare(quantity: str, theirs: Values, ours: Values, limits: Values, causes:
 
 
 def _away(theirs: Any, ours: Any, limit: Any) -> float:
-    """Return the largest difference in units of its limit; infinite where a number is not finite on one side."""
+    """Return the largest difference relative to its limit; infinity if a number is not finite on one side."""
     with np.errstate(invalid="ignore"):
         away = np.abs(np.atleast_1d(theirs) - np.atleast_1d(ours)) / np.maximum(limit, 1e-300)
     return float(np.nan_to_num(away, nan=np.inf).max(initial=0.0))
@@ -130,7 +130,7 @@ def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def incomplete_groups(dump: Dump, s: Any) -> bool:
-    """Return whether the dump contains a part of a group only, so that its advantages cannot be recomputed."""
+    """Return whether the dump has only a part of a group, so that advantages cannot be recomputed."""
     return any(len(places) < s.num_generations for places in group_indices(row.group for row in dump.rollout if row.rewards is not None))
 
 
@@ -159,7 +159,7 @@ def _logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def _old_logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
-    """The mean over a row: single tokens of two forwards may differ by more."""
+    """Compare the mean over each row, because single tokens of two forward passes may differ by more than rounding."""
     order = [i for i, row in enumerate(dump.rows) if row.logp is not None and row.old is not None and row.mask.any()]
     if not dump.is_fresh or not order:
         return
@@ -212,7 +212,7 @@ def _correction(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def _near(numbers: np.ndarray, bounds: Sequence[float], rounding: float) -> np.ndarray:
-    """Return infinity where a number is so close to a bound that rounding decides on which side it is, else 0."""
+    """Return infinity for numbers so close to a bound that rounding decides on which side they are, else 0."""
     return np.where(np.any([np.abs(numbers - bound) < rounding for bound in bounds], axis=0), np.inf, 0.0)
 
 
@@ -230,7 +230,7 @@ def _tokens(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
-    """The logged KL, a mean over the tokens of all micro-batches."""
+    """Compare the logged KL, a mean over the tokens of all micro-batches."""
     rows = [row for row in dump.rows if row.logp is not None and row.ref is not None and row.mask.any()]
     if not rows or not s.beta or not dump.micro_batches or any(micro.kl is None for micro in dump.micro_batches):
         return
@@ -243,7 +243,7 @@ def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
         return total / sum(row.mask.sum() for row in rows)
 
     theirs = np.average([dump.micro_batches[row.micro_batch].kl or 0.0 for row in rows], weights=[row.mask.sum() for row in rows])
-    # k3 subtracts numbers of the size of 1
+    # k3 subtracts numbers close to 1
     limit = ROUNDING[dump.dtype] * mean(Change(), np.abs) + (1e-6 if dump.dtype == "float32" else 1e-2)
     causes = ((change.cause, [mean(change)]) for change in changes(dump, s) if "KL" in change.cause)
     yield compare("kl", [theirs], [mean(Change())], [limit], causes)
@@ -253,7 +253,7 @@ def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def evaluate(dump: Dump, s: Any, change: Change = Change()) -> list[Any]:  # noqa: B008 - frozen
-    """Return the loss of the step, the mean over rows of the losses of its micro-batches; and the gradient of each row."""
+    """Return the loss of the step (mean over rows of the micro-batch losses) and the gradient of each row."""
     s, loss, gradients = changed(s, **change.settings), 0.0, [np.zeros_like(row.mask) for row in dump.rows]
     for number, (micro, share) in enumerate(zip(dump.micro_batches, dump.shares, strict=True)):
         kept = [i for i, row in enumerate(dump.rows) if row.micro_batch == number and not change.drops(row)]
@@ -269,14 +269,14 @@ def evaluate(dump: Dump, s: Any, change: Change = Change()) -> list[Any]:  # noq
 
 
 def _distance(rows: Sequence[DumpedRow], micro: DumpedMicroBatch, found: tuple[float, list[np.ndarray]]) -> float:
-    """Return the distance of a micro-batch's gradients from the dump's, or of its loss without gradients."""
+    """Return the difference between a micro-batch's gradients and the dump's, or between its losses if there are no gradients."""
     if any(row.gradient is None for row in rows):
         return abs(found[0] - (micro.loss or 0.0))
     return sum(float(np.abs(ours - micro.scale * np.asarray(row.gradient)).sum()) for row, ours in zip(rows, found[1], strict=True))
 
 
 def _entropy_masks(dump: Dump, s: Any) -> list[Callable[..., Any]]:
-    """Return masks of `top_entropy_quantile`: rounding decides on tokens whose entropy is the quantile, so that each is tried."""
+    """Return the possible masks of `top_entropy_quantile`, because rounding decides on tokens whose entropy is the quantile."""
     if dump.is_native or s.top_entropy_quantile >= 1:
         return [reference.entropy_kept]
 
@@ -303,14 +303,14 @@ def _micro_batch_loss(dump: Dump, rows: Sequence[DumpedRow], micro: DumpedMicroB
 
 
 def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
-    """Loss and gradient. A cause has to reproduce both."""
+    """Compare loss and gradient; a cause must reproduce both."""
     if not dump.micro_batches or not dump.rows or any(row.logp is None for row in dump.rows):
         return
     rounding, ours = ROUNDING[dump.dtype], evaluate(dump, s)
     has_loss, has_gradient = all(m.loss is not None for m in dump.micro_batches), all(row.gradient is not None for row in dump.rows)
     size = evaluate(dump, s, Change(objective=_size(reference.objective), kl=_size(dump.kl)))[0]
     largest = max(np.abs(gradient).max(initial=0.0) for gradient in ours[1:])
-    # what the dump lacks may be anything
+    # missing numbers are unknown
     limits = [rounding * (abs(size) + abs(ours[0])) + 1e-12 if has_loss else np.inf]
     limits += [rounding * largest + 1e-12 + _ties(row, s, rounding) if has_gradient else np.inf for row in dump.rows]
     scales = [share * micro.scale for share, micro in zip(dump.shares, dump.micro_batches, strict=True)]

@@ -1,4 +1,4 @@
-"""Reads the files of a run of this package: a step dump, the recorded rows of a checkpoint, or a table of completions. No torch."""
+"""Reader of this package's files: a step dump, the recorded rows of a checkpoint, or a table of completions. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """Read a dump.
 
     Args:
-        step: Not used: the path names the step.
+        step: Unused, because the path determines the step.
     """
     if path.suffix == ".parquet":
         rows = [DumpedRow(group=str(row["prompt_number"]), rewards=_rewards(row), advantage=row["advantage"]) for row in _table(path)]

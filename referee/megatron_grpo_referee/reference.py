@@ -1,9 +1,9 @@
-"""GRPO and its relatives, in float64, one process: what the package must equal, and what `megatron-grpo referee` recomputes.
+"""GRPO and related losses in float64 in one process: the reference that tests and `megatron-grpo referee` compare with.
 
-Read top to bottom in one sitting. Nothing is packed, sharded or fused, and nothing comes from the package. A completion is a few arrays of
-its own length; the batch is a list; sums over completions are Python loops. Arrays are torch tensors, or `tracked.Tracked` where torch is
-not imported: only methods that both have are called. `s` is any object with the settings' names (the package's GrpoConfig serves). Sections
-as in docs/algorithms.md.
+The module can be read from top to bottom. Nothing is packed, sharded or fused, and nothing is imported from the package. A completion is a
+few arrays of its own length, the batch is a list, and sums over completions are Python loops. Arrays are torch tensors, or
+`tracked.Tracked` if torch is not imported; only methods of both are called. `s` is any object with the names of the settings (such as the
+package's GrpoConfig). The sections are those of docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def ones_like(x: Array) -> Array:
 
 
 def counted(completions: Sequence[ReferenceCompletion], s: Settings) -> Counted:
-    """Return the completions that make up N, and the mask that is left of each."""
+    """Return the completions that count for N, with their masks."""
     kept = [c for c in completions if not (s.exclude_zero_std_groups and c.is_zero_std)]
     return [(c, c.mask * 0.0 if s.overlong_filter and c.is_truncated else c.mask) for c in kept]
 
@@ -180,7 +180,7 @@ def objective(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
 
 
 def epsilon_high(s: Settings) -> float:
-    """Return `epsilon_high`, or what it is without a value: 5 for cispo, else `epsilon`."""
+    """Return `epsilon_high`, or its default: 5 for cispo, else `epsilon`."""
     default = 5.0 if s.loss_type == "cispo" else s.epsilon
     return default if s.epsilon_high is None else s.epsilon_high
 
@@ -220,7 +220,7 @@ def fipo_influence(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
 def real_loss(batch: Counted, s: Settings) -> Any:
     """Return the mean over groups of log(1 + sum over good e^(-S/tau)) + log(1 + sum over bad e^(S/tau)).
 
-    A group that lacks good or bad completions counts 0.
+    A group without good or without bad completions contributes 0.
     """
     groups = sorted({c.group for c, _ in batch})
     loss: Any = 0.0
@@ -250,7 +250,7 @@ def kl(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
 def entropy_kept(batch: Counted, s: Settings) -> list[Array]:
     """Return the top-entropy mask of each counted completion: one quantile over all trained tokens of the global batch.
 
-    What lies below the lowest token kept by no more than 1e-4 of it (or 1e-5 nats) ties with it, and is kept as well.
+    Tokens below the quantile by at most 1e-4 of it (or 1e-5 nats) count as ties and are kept too.
     """
     if s.top_entropy_quantile >= 1.0:
         return [ones_like(m) for _, m in batch]
@@ -270,7 +270,7 @@ def entropy_kept(batch: Counted, s: Settings) -> list[Array]:
 
 
 def rollout_importance(c: ReferenceCompletion, s: Settings) -> Array:
-    """Return the weight of each token that corrects for the difference of trainer and sampler: rho, bounded."""
+    """Return the bounded importance weight rho of each token, which corrects for the difference between trainer and sampler."""
     if c.correction is not None:
         return c.correction
     mode = s.rollout_importance_sampling_mode
@@ -302,7 +302,7 @@ def off_policy_kept(c: ReferenceCompletion, s: Settings) -> float:
 
 @dataclass(frozen=True)
 class Formulas:
-    """Parts of the loss. `referee` replaces one of them to see whether that reproduces a number."""
+    """Parts of the loss, of which `referee` replaces one at a time."""
 
     weights: Callable[..., list[Array]] = token_weights
     objective: Callable[..., Array] = objective
@@ -424,7 +424,7 @@ def gdpo(
     epsilon: float = 1e-4,
     deviation: Callable[[Sequence[float]], float] = std,
 ) -> list[list[float]]:
-    """Return advantages of each function normalised inside its group; the weighted sum is normalised over the batch.
+    """Return the sum of each function's advantages, normalized within the group and weighted, and then normalized over the batch.
 
     Args:
         deviation: Function that returns a standard deviation.
@@ -441,5 +441,5 @@ def gdpo(
 
 
 def kl_penalty(completions: Sequence[ReferenceCompletion], beta: float) -> list[float]:
-    """Return what `kl_in_reward` subtracts from each completion's reward: beta * sum over tokens of (old - ref)."""
+    """Return the penalty that `kl_in_reward` subtracts from each completion's reward: beta * sum over tokens of (old - ref)."""
     return [beta * float(((c.old - c.ref_logp) * c.mask).sum()) for c in completions]

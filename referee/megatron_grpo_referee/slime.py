@@ -1,4 +1,4 @@
-"""Reads dumps of slime: the file of `--save-debug-train-data`, and the arrays of the hook in docs/referee_slime.md.
+"""Reader of slime's dumps: the file of `--save-debug-train-data`, and the arrays of the hook in docs/referee_slime.md.
 
 Sources: THUDM/slime 0.3.1 (624b824), slime/observability/train_data_utils.py (`_build_dump_payload`, format 2) and
 slime/backends/megatron_utils/loss.py.

@@ -1,4 +1,4 @@
-"""Reads dumps of Megatron-SWIFT: completions.jsonl (`--log_completions true`), and the arrays of the hook in docs/referee_swift.md.
+"""Reader of Megatron-SWIFT's dumps: completions.jsonl (`--log_completions true`), and the arrays of the hook in docs/referee_swift.md.
 
 Sources: modelscope/ms-swift 4.6.0, swift/megatron/trainers/grpo_trainer.py and rollout_mixin.py, swift/rl_core/data.py and advantage.py.
 """
@@ -39,7 +39,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch:
         if s.rollout_importance_sampling_mode == "sequence_mask" and "rollout_per_token_logps" in arrays:
             arrays["correction"] = _masked_by_sequence(arrays, s)
-            del arrays["rollout_per_token_logps"]  # the factors are the rule's and not theirs, so that they are not compared
+            del arrays["rollout_per_token_logps"]  # the factors are computed here, so they are not compared
         # of the optimizer step; loss_func multiplies by the number of micro-batches
         counted = float(arrays["num_items_in_batch"]) / len(files) if "num_items_in_batch" in arrays else None
         return DumpedMicroBatch(loss=float(arrays["loss"]), tokens=counted, width=arrays["completion_mask"].shape[1])
@@ -48,12 +48,12 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
 
 
 def _kl(c: reference.ReferenceCompletion, r: Any, s: Any) -> Any:
-    """Return the KL estimate, which Megatron-SWIFT corrects and masks with the rest of the loss."""
+    """Return the KL estimate, corrected and masked like the rest of the loss."""
     return reference.kl(c, r, s) * reference.rollout_importance(c, s) * reference.off_policy_kept(c, s)
 
 
 def _masked_by_sequence(arrays: dict[str, np.ndarray], s: Any) -> np.ndarray:
-    """Return the correction of sequence_mask: ratios of tokens, 0 in sequences whose geometric mean is above the threshold."""
+    """Return the factors of sequence_mask: token ratios, or 0 in sequences whose geometric mean exceeds the threshold."""
     mask = arrays["completion_mask"]
     log_ratio = np.nan_to_num(arrays["old_per_token_logps"] - arrays["rollout_per_token_logps"]).clip(-20, 20)
     means = (log_ratio * mask).sum(axis=1) / mask.sum(axis=1).clip(1)

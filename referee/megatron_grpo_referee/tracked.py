@@ -1,4 +1,4 @@
-"""Arrays that autograd differentiates, for gradients without torch: importing torch takes longer than all else that `referee` does."""
+"""Arrays for gradients by autograd without torch, whose import takes longer than the rest of `referee`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _reversed(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Track
 
 
 class Tracked:
-    """An array with those methods of a torch tensor that `reference` calls.
+    """Array with the methods of a torch tensor that `reference` calls.
 
     Args:
-        array: Numbers, [T] or a scalar: of numpy, or what autograd follows.
+        array: Numbers, [T] or a scalar: a numpy array or an autograd box.
     """
 
     __array_ufunc__ = None  # numpy leaves `array * tracked` to this class
@@ -42,7 +42,7 @@ class Tracked:
 
     @property
     def value(self) -> np.ndarray:
-        """The numbers."""
+        """Numbers of the array."""
         return np.asarray(getval(self.array), dtype=np.float64)
 
     _operators = (operator.add, operator.sub, operator.mul, operator.truediv)
@@ -56,7 +56,7 @@ class Tracked:
     minimum = _make_binary(anp.minimum)
 
     def clamp(self, min: float = -np.inf, max: float = np.inf) -> Tracked:
-        """Return the numbers inside two bounds."""
+        """Return the numbers clamped to two bounds."""
         return Tracked(_clip(self.array, min, max))
 
     def where(self, condition: Tracked, other: Tracked) -> Tracked:
@@ -68,7 +68,7 @@ class Tracked:
         return Tracked(anp.where(np.isnan(self.value), nan, self.array))
 
     def new_tensor(self, values: Sequence[float]) -> Tracked:
-        """Return constants."""
+        """Return numbers as constants."""
         return Tracked(np.array(values))
 
     def item(self) -> float:
@@ -76,7 +76,7 @@ class Tracked:
         return float(self.value)
 
     def tolist(self) -> Any:
-        """Return the numbers as Python's."""
+        """Return the numbers as Python floats."""
         return self.value.tolist()
 
     __float__ = item

@@ -1,4 +1,4 @@
-"""Reads dumps of TRL: the table of completions (`--log_completions`), and the arrays of the hook in docs/referee_trl.md.
+"""Reader of TRL's dumps: the table of completions (`--log_completions`), and the arrays of the hook in docs/referee_trl.md.
 
 Sources: huggingface/trl 1.16.0, trl/trainer/grpo_trainer.py, `log` (the table) and `_compute_loss` (names of the arrays).
 """
@@ -64,7 +64,7 @@ def _read_hook(path: Path, step: int | None, s: Any) -> Dump:
         raise refusal(f"top_entropy_quantile ({s.top_entropy_quantile:g}) is over {ranks} ranks in TRL. Supported: one rank.")
 
     def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch:
-        """Return the micro-batch of a file; add masks without the tools' tokens, lengths, and prompts with their completions."""
+        """Return the micro-batch of a file; add masks without tool tokens, lengths, and prompts with completions."""
         width, prompts = arrays["completion_mask"].shape[1], arrays["prompt_mask"] > 0
         arrays["mask"] = arrays["completion_mask"] * arrays.get("tool_mask", 1)
         arrays["length"] = np.where(arrays["truncated"] > 0, width, arrays["completion_mask"].sum(axis=1)).astype(int)

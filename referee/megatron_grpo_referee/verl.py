@@ -1,4 +1,4 @@
-"""Reads dumps of verl: the samples of `trainer.rollout_data_dir`, and the arrays of the hook in docs/referee_verl.md.
+"""Reader of verl's dumps: the samples of `trainer.rollout_data_dir`, and the arrays of the hook in docs/referee_verl.md.
 
 Sources: verl 0.8.0 and 0.9.1, verl/workers/utils/losses.py (`ppo_loss`), verl/trainer/ppo/core_algos.py, verl/workers/engine_workers.py and
 verl/trainer/ppo/ray_trainer.py (`_dump_generations`).
