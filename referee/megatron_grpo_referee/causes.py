@@ -239,14 +239,14 @@ def population_std(values: Sequence[float]) -> float:
 
 
 def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Sequence[Any] = (), weights: Sequence[float] = (),
-               deviation: Callable[[Sequence[float]], float] = reference.std, is_centred: bool = True,
+               deviation: Callable[[Sequence[float]], float] = reference.std, is_centered: bool = True,
                missing: float | None = None) -> np.ndarray:  # fmt: skip
     """Return the advantages of rows, [rows].
 
     Args:
         groups: Group of each row; the rows' own without.
         weights: Weights of the reward functions; those of the settings without.
-        is_centred: Whether the group's mean is subtracted.
+        is_centered: Whether the group's mean is subtracted.
     """
     places = group_indices(groups or [row.group for row in rows])
     rewards = [[[missing if r is None else r for r in rows[i].rewards or ()] for i in group] for group in places]
@@ -259,7 +259,7 @@ def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Seq
     for group, mine, given in zip(places, values, rewards, strict=True):
         totals = [reference.total(row, weights) or 0.0 for row in given]
         scale = deviation(totals) + epsilon if s.scale_rewards == "group" else 1.0
-        found[group] = mine if is_centred else [t / scale for t in totals]
+        found[group] = mine if is_centered else [t / scale for t in totals]
     return found
 
 
@@ -287,21 +287,21 @@ def advantage_causes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Itera
     yield "group over the wrong ranks: every G-th completion is a group", having(groups=[i % prompts for i in range(number)])
     for n in (*(size // parts for parts in (2, 4, 8) if size % parts == 0), 2 * size, 4 * size, number):
         if 1 < n != size and number % n == 0:
-            words = f"each part of {n} is normalised by itself" if n < size else f"{n // size} prompts are one group"
+            words = f"each part of {n} is normalized by itself" if n < size else f"{n // size} prompts are one group"
             words = "the whole batch is one group" if n == number else words
             yield f"group over the wrong ranks: {words}", having(groups=[i // n for i in range(number)])
     shifted = [(i + size // 2) // size % prompts for i in range(number)]
     yield "groups are shifted: they do not begin with a prompt", having(groups=shifted)
     yield "leave-one-out baseline", having(changed(s, advantage_estimator="rloo"))
-    yield "the group's mean is not subtracted", having(is_centred=False)
+    yield "the group's mean is not subtracted", having(is_centered=False)
     yield "reward_weights are not applied", having(weights=equal)
     yield "reward_weights are in another order", having(weights=(s.reward_weights or equal)[::-1])
     yield "only the first reward function counts", having(weights=[1.0] + [0.0] * (len(equal) - 1))
     yield "a missing reward counts as 0", having(missing=0.0)
     for other in (1e-4, 1e-6, 1e-8, 0.0):
         yield f"{other:g} instead of {epsilon:g} is added to the standard deviation", having(epsilon=other)
-    yield "each function is normalised by itself (gdpo)", having(scaled(multi_objective_aggregation="normalize_then_sum"))
-    yield "the weighted sum of rewards is normalised (not gdpo)", having(scaled())
+    yield "each function is normalized by itself (gdpo)", having(scaled(multi_objective_aggregation="normalize_then_sum"))
+    yield "the weighted sum of rewards is normalized (not gdpo)", having(scaled())
     batch_mean = having(scaled(scale_rewards="batch"), deviation=population_std)
     yield "n instead of n - 1 in the standard deviation, which is that of the batch", batch_mean
     yield "the sign of the advantages is flipped", -ours

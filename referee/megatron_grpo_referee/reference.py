@@ -401,8 +401,8 @@ def advantages(
     if kl_penalty is not None:
         totals = [[None if r is None else r - p for r, p in zip(*pair, strict=True)] for pair in zip(totals, kl_penalty, strict=True)]
     batch = [r for group in totals for r in with_reward(group)]
-    centred = [r - mean(with_reward(group)) for group in totals for r in with_reward(group)]
-    whole = {"batch": deviation(batch), "centred": deviation(centred)}
+    centered = [r - mean(with_reward(group)) for group in totals for r in with_reward(group)]
+    whole = {"batch": deviation(batch), "centered": deviation(centered)}
 
     def advantage(r: float, group: Sequence[float]) -> float:
         others = len(group) - 1
@@ -413,7 +413,7 @@ def advantages(
             return r - (sum(group) - r) / others if others else 0.0
         if s.advantage_estimator == "reinforce_plus_plus":
             return (r - mean(batch)) / (whole["batch"] + epsilon)
-        return (r - mean(group)) / (whole["centred"] + epsilon)  # reinforce_plus_plus_baseline
+        return (r - mean(group)) / (whole["centered"] + epsilon)  # reinforce_plus_plus_baseline
 
     return [[0.0 if r is None else advantage(r, with_reward(group)) for r in group] for group in totals]
 
@@ -433,8 +433,8 @@ def gdpo(
     for group in rewards:
         columns = [with_reward(column) for column in zip(*group, strict=True)]
         for row in group:
-            normalised = [None if r is None else (r - mean(of)) / (deviation(of) + epsilon) for r, of in zip(row, columns, strict=True)]
-            sums.append(total(normalised, weights))
+            normalized = [None if r is None else (r - mean(of)) / (deviation(of) + epsilon) for r, of in zip(row, columns, strict=True)]
+            sums.append(total(normalized, weights))
     batch = with_reward(sums)
     flat = iter([0.0 if x is None else (x - mean(batch)) / (deviation(batch) + epsilon) for x in sums])
     return [[next(flat) for _ in group] for group in rewards]
