@@ -2,9 +2,9 @@
 
     python benchmarks/agents.py --episodes 64 --turns 10 --tokens 64 --rounds 3
 
-The agents run in another process, each with one connection, and send the next request as soon as they have an answer. Measured is this
-process: engine, endpoint, matching and rendering, with a tiny model. Both ways sample the same number of tokens in the same contexts,
-because every turn has exactly `--tokens` tokens: a truncated turn counts as complete. The prefix cache is enabled in both.
+The agents run in another process, each with one connection, and send the next request as soon as they have an answer. The figures are those
+of this process: engine, endpoint, matching and rendering, with a tiny model. Both ways sample the same number of tokens in the same
+contexts, because every turn has exactly `--tokens` tokens: a truncated turn counts as complete. The prefix cache is enabled in both.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/vision_parity.py [--families qwen2_5_vl ...] [--layouts "TP2 SP" CP2 ...] [--ways shared ...]
 
-Ranks are processes connected by gloo. Rows have no, one or two images, share images, and some completions contain sampled image
-placeholders. The export before the first step must equal the checkpoint bit for bit. A run takes half an hour on two cores; a part of it is
+Ranks are processes connected by gloo. Rows have up to two images and share some of them; some completions contain image placeholders that
+were sampled. The export before the first step must equal the checkpoint bit for bit. A run takes half an hour on two cores; a part of it is
 a test. The exit code is 1 if any difference exceeds the limits.
 """
 

@@ -62,7 +62,7 @@ class CommandStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStep:
-    """Training run.
+    """Training run as a command of a step.
 
     Args:
         folder: Name of its output_dir in the check's folder.

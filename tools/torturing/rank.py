@@ -47,7 +47,7 @@ def write_log(what: str, **more) -> None:
 
 
 def make_engine(cfg, inputs, parallel):
-    """Return a scripted sampler that draws random tokens from the prompt's number, the completion's index and the weights' version."""
+    """Return a scripted sampler. Random tokens depend on the prompt's number, the completion's index and the weights' version."""
     import numpy as np
 
     from megatron_grpo.core.rollout.engine import make_completion

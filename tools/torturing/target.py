@@ -45,7 +45,7 @@ class UnsupportedFaultError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault with its expected outcome.
+    """Fault with the outcome that is expected.
 
     Args:
         name: Name, as "family/fault".
