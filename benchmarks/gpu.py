@@ -102,19 +102,20 @@ def measure_t8(arguments: argparse.Namespace) -> dict:
     def read_peak() -> float:
         return torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
 
-    def train_pair(tokens, of_trl: float) -> None:
-        of_them = read_peak()
+    def train_pair(tokens, trl_seconds: float) -> None:
+        trl_peak = read_peak()
         batch = ours.make_batch(tokens)
         rate = measure_gemm_rate(torch, now, sizes, device, getattr(torch, dtype))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         begun = now()
         ours.policy.train_step(batch)
-        of_us = now() - begun
+        our_seconds = now() - begun
         computed = sum(int((micro.num_references > 0).sum()) for micro in batch.micro_batches)
         pairs.append({
-            "trl": of_trl, "ours": of_us, "tokens": sum(len(p) + len(c) for p, c, _ in tokens), "computed": computed, "gemm": rate,
-            "least": steps.count_least_products(ours.policy, batch), "peak_trl": of_them, "peak_ours": read_peak(),
+            "trl": trl_seconds, "ours": our_seconds, "tokens": sum(len(p) + len(c) for p, c, _ in tokens), "computed": computed,
+            "gemm": rate, "least": steps.count_least_products(ours.policy, batch), "peak_trl": trl_peak,
+            "peak_ours": read_peak(),
         })  # fmt: skip
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()

@@ -286,9 +286,9 @@ def main() -> None:
     peak = measure_head_peak(kind.vocab) if arguments.profile else 0.0
     ours, pairs, reached, last = OurTrainer(path, arguments), [], [], []
 
-    def train_pair(tokens, of_trl):
+    def train_pair(tokens, trl_seconds):
         batch = ours.make_batch(tokens)
-        pairs.append((of_trl, measure_cpu_seconds(lambda: ours.policy.train_step(batch))[0]))
+        pairs.append((trl_seconds, measure_cpu_seconds(lambda: ours.policy.train_step(batch))[0]))
         reached.append(count_least_products(ours.policy, batch) / measure_gemm_rate() / pairs[-1][1])
         last[:] = [batch]
 

@@ -115,8 +115,8 @@ def write_processor(folder: Path, kind: str, patch: int) -> None:
         patch: Side of a patch in pixels.
     """
     side = 2 * patch
-    of_clip = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-    mean, std = ([0.5] * 3, [0.5] * 3) if kind.startswith("qwen3") else of_clip
+    clip_statistics = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    mean, std = ([0.5] * 3, [0.5] * 3) if kind.startswith("qwen3") else clip_statistics
     image = dict(
         image_processor_type="Qwen2VLImageProcessor", patch_size=patch, temporal_patch_size=2, merge_size=2, do_resize=True, resample=3,
         do_rescale=True, rescale_factor=1 / 255, do_normalize=True, image_mean=mean, image_std=std, do_convert_rgb=True,

@@ -134,12 +134,12 @@ def iterate_mutants(path: Path) -> Iterator[tuple[Path, str, bytes]]:
 def make_named_mutants(name: str) -> tuple[list[tuple[Path, str, bytes]], dict[Path, str]]:
     """Return (mutants, tests of each module) of a list of mistakes."""
     drawn, tests = [], {}
-    for module, what, right, wrong, of_module in NAMED[name]:
+    for module, what, right, wrong, module_tests in NAMED[name]:
         path = PACKAGE / f"{module}.py"
         source = path.read_text()
         assert source.count(right) == 1, f"{module}: {right}"
         drawn.append((path, f"{module}: {what}", source.replace(right, wrong).encode()))
-        tests[path] = of_module
+        tests[path] = module_tests
     return drawn, tests
 
 

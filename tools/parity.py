@@ -293,8 +293,8 @@ def compare_shared_prompts(model: str, folder: Path, layouts: list[str]) -> dict
             for cut in cuts
         }
         try:
-            of_runs = cases.compare(model, path, layout, runs, batches, {key: references[key[:2]] for key in runs})
-            found[name, column] = cases.worst_of(list(of_runs.values()))
+            distances = cases.compare(model, path, layout, runs, batches, {key: references[key[:2]] for key in runs})
+            found[name, column] = cases.worst_of(list(distances.values()))
         except RanksFailed as error:  # continue with the other layouts
             print(f"{error}", file=sys.stderr)
             found[name, column] = cases.Distance.failed()

@@ -77,7 +77,7 @@ def compare_layout(path, layout: str, ways, batches, wanted, references) -> dict
     """
     where = vision.LAYOUTS[layout]
     try:
-        of_ranks = run_ranks(vision.all_ways, where.world_size, path, where.settings, ways, batches, timeout=120 + 60 * len(ways))
+        results_by_rank = run_ranks(vision.all_ways, where.world_size, path, where.settings, ways, batches, timeout=120 + 60 * len(ways))
     except RanksFailed as error:  # continue with the other layouts
         print(error, file=sys.stderr)
         return dict.fromkeys(ways, (float("inf"), cases.Distance.failed()))
@@ -86,8 +86,8 @@ def compare_layout(path, layout: str, ways, batches, wanted, references) -> dict
         key = frozenset((name, str(value)) for name, value in chosen.items() if name in vision.DECIDES)
         if key not in references:
             references[key] = cases.reference(path, vision.settings(path, chosen), batches)
-        distance = cases.worst_of([cases.distance(mine[way][1], references[key]) for mine in of_ranks])
-        found[way] = max(vision.far(mine[way][0], wanted) for mine in of_ranks), distance
+        distance = cases.worst_of([cases.distance(mine[way][1], references[key]) for mine in results_by_rank])
+        found[way] = max(vision.far(mine[way][0], wanted) for mine in results_by_rank), distance
     return found
 
 
