@@ -39,19 +39,19 @@ read = partial(read_mismatch_args, parse=partial(parse, dialects=lambda: DIALECT
         (["/nowhere", "--rowz", "3"], ["rowz"]),
     ],
 )
-def test_what_is_wrong_is_told_at_once(words, sentences):
+def test_mismatch_args_with_several_errors_report_all(words, sentences):
     with pytest.raises(ConfigError) as error:
         read(words)
     for sentence in sentences:
         assert sentence in str(error.value)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
+def test_mismatch_args_with_unknown_folder_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no run \(metrics.jsonl\), checkpoint \(manifest.json\) or model \(config.json\)"):
         read([str(tmp_path)])
 
 
-def test_a_run_without_a_checkpoint_is_the_model_it_began_with_and_what_is_typed_goes_before_its_settings(tmp_path):
+def test_mismatch_args_for_run_without_checkpoint_use_initial_model_and_flags(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="neither a checkpoint nor a config.yaml"):
         read([str(tmp_path)])
@@ -65,7 +65,7 @@ def test_a_run_without_a_checkpoint_is_the_model_it_began_with_and_what_is_typed
     assert subject.cfg.parallel.tensor_model_parallel_size == 1  # the command has a layout of its own
 
 
-def test_a_model_is_taken_by_its_files(tmp_path):
+def test_mismatch_args_accept_a_model_directory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
     subject = read([str(tmp_path)])
     assert (subject.run, subject.checkpoint, subject.cfg.model.model) == (None, None, str(tmp_path))
@@ -96,7 +96,7 @@ def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
     assert [row.sampler.size for row in evenly_spaced(rows * 8, 4)] == [5, 5, 5, 5] and len(evenly_spaced(rows, 4)) == 2
 
 
-def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):
+def test_sampled_rows_without_token_columns_are_empty(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -105,7 +105,7 @@ def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):
     assert read_sampled_rows(tmp_path) == []
 
 
-def test_a_drift_and_a_failed_push_say_what_to_type():
+def test_drift_warning_and_sync_error_name_the_mismatch_command():
     drift = LogpDifferenceMonitor(bound=1.0, dtype="float32", hint="To see: megatron-grpo mismatch out")
     assert drift.warning({"sampling/sampling_logp_difference/max": 2.0}).endswith(
         "their weights or their arithmetic differ. To see: megatron-grpo mismatch out"

@@ -22,13 +22,13 @@ def by_hand(raw: bytes) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("size", [1, 3, 8, 1001])
-def test_it_is_what_its_formula_says_wherever_the_tensor_lies(dtype, size):
+def test_fingerprint_equals_formula_at_any_storage_offset(dtype, size):
     whole = torch.randn(size + 5, generator=torch.Generator().manual_seed(size)).mul(50).to(dtype)
     raw = whole[1 : size + 1].clone().view(torch.uint8).numpy().tobytes()
     assert int(fingerprint(whole[1 : size + 1])) == int(fingerprint(whole[1 : size + 1].clone())) == by_hand(raw)
 
 
-def test_every_bit_counts_and_so_do_places_chunks_and_signs_of_zero():
+def test_fingerprint_changes_with_bits_order_chunks_and_sign_of_zero():
     tensor = torch.randn(2 * WORDS * 2 + 3, generator=torch.Generator().manual_seed(0))  # three chunks
     before = int(fingerprint(tensor))
     for at in (0, 1, 2 * WORDS - 1, 2 * WORDS, len(tensor) - 1):

@@ -130,7 +130,7 @@ def find_first_micro_step(found):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_trl_is_named_first(name, tmp_path):
+def test_referee_names_a_planted_trl_fault_first(name, tmp_path):
     settings, made, (method, text, instead), quantity, cause = FAULTS[name]
     made = dict(made)
     if made.pop("small", False):
@@ -165,14 +165,14 @@ def drawn(rng):
 
 
 @pytest.mark.parametrize("lot", range(10))
-def test_sound_dumps_raise_nothing(lot, tmp_path):
+def test_referee_reports_nothing_for_correct_trl_dumps(lot, tmp_path):
     for seed in range(20 * lot, 20 * lot + 20):
         settings, made = drawn(np.random.default_rng([seed, 11]))
         found = find_first_micro_step(judge(tmp_path / str(seed), seed, settings, **made))
         assert found is None, (seed, settings, made, found)
 
 
-def test_in_bfloat16_rounding_is_no_difference_and_a_fault_is_one(tmp_path):
+def test_referee_in_bfloat16_ignores_rounding_and_reports_faults(tmp_path):
     for seed in range(20):
         settings, made = drawn(np.random.default_rng([seed, 11]))
         found = judge(tmp_path / str(seed), seed, settings, dtype=torch.bfloat16, **made)

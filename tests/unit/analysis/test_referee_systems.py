@@ -61,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sound_dumps_raise_nothing(name, tmp_path):
+def test_referee_reports_nothing_for_correct_dumps(name, tmp_path):
     write, settings, argv, _ = CASES[name]
     for seed in range(3):
         code, told = referee(write(tmp_path / str(seed), seed, **settings), *argv)
@@ -69,7 +69,7 @@ def test_sound_dumps_raise_nothing(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, (*_, faults) in CASES.items() for wrong in faults])
-def test_a_fault_is_named_first(name, wrong, tmp_path):
+def test_referee_names_a_planted_fault_first(name, wrong, tmp_path):
     write, settings, argv, faults = CASES[name]
     code, told = referee(write(tmp_path, 3, wrong=wrong, **settings), *argv)
     assert code == 3 and told["first"] == faults[wrong][0] and faults[wrong][1] in told["cause"], told
@@ -93,7 +93,7 @@ def test_a_hook_has_at_most_20_lines(system):
     assert len([line for line in dumps.hook_of(system).splitlines() if line and line != "# fmt: off"]) <= 20
 
 
-def test_what_a_dump_lacks_is_said_with_the_remedy(tmp_path):
+def test_referee_reports_missing_columns_with_the_hook_to_use(tmp_path):
     (tmp_path / "1.jsonl").write_text(json.dumps({"input": "p", "output": "c", "gts": None, "score": 1.0, "step": 1}) + "\n")
     code, told = referee(tmp_path / "1.jsonl", "--of", "verl")
     assert code == 0 and not told["findings"] and re.search(r"use the hook of docs/referee_verl.md", " ".join(told["lacks"]))

@@ -62,7 +62,7 @@ def test_ties_and_bounds_have_torchs_gradient(function):
         np.testing.assert_array_equal(gradients, [x.grad.numpy(), y.grad.numpy()])
 
 
-def test_it_imports_neither_torch_nor_another_part_of_the_package():
+def test_numpy_reference_imports_no_torch_and_no_other_module():
     program = (
         "import sys; from megatron_grpo_referee import reference, tracked; "
         "print([n for n in sys.modules if n == 'torch' or n.startswith('megatron_grpo.')])"

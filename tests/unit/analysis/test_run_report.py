@@ -101,7 +101,7 @@ def opened(browser, folder, runs, **context):
     return page
 
 
-def test_the_page_loads_nothing_else_and_draws_every_figure(browser, tmp_path, run):
+def test_report_page_makes_no_requests_and_draws_every_figure(browser, tmp_path, run):
     page = opened(browser, tmp_path, [run])
     assert page.requested == [f"file://{tmp_path}/page.html"] and page.printed == []
     assert page.locator("canvas").count() == page.locator("figure").count() == 5
@@ -116,7 +116,7 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(browser, tmp_path, run)
     assert "owned" not in page.title() and len(page.printed) == 2 and all("Content Security Policy" in line for line in page.printed)
 
 
-def test_text_of_a_model_stays_text(browser, tmp_path):
+def test_report_page_escapes_text_of_a_model(browser, tmp_path):
     page = opened(browser, tmp_path, [write_run(tmp_path / "a<b>run", answer=HOSTILE)])
     assert page.title() == "a<b>run – megatron-grpo" and page.printed == []
     assert page.locator("main script, main img, main b, h1 b").count() == 0
@@ -182,13 +182,13 @@ def test_answers_that_changed_are_counted_and_shown_with_those_that_became_worse
         ("warning", 80, "The run is finished."),
     ],
 )
-def test_the_page_says_how_the_run_ended(tmp_path, kind, steps, words):
+def test_report_page_shows_how_the_run_ended(tmp_path, kind, steps, words):
     event = {"step": steps, "time": "2026-01-02T03:04:05+00:00", "kind": kind, "text": "It stopped."}
     page = run_report.make_page(runs_in([write_run(tmp_path / "run", steps=steps, events=[event])]))
     assert f'<p class="end">{words}' in page and "2026-01-02 03:04:05" in page
 
 
-def test_a_run_without_a_plan_has_a_page_that_says_so(tmp_path):
+def test_report_page_without_plan_file_states_that_it_is_missing(tmp_path):
     run = write_run(tmp_path / "run")
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     write_lines(run / "metrics.jsonl", [first | {"step": n, "sampling/sampling_logp_difference/max": 0.5} for n in (1, 2)])
@@ -207,7 +207,7 @@ def test_a_long_run_stays_small(tmp_path):
     assert all(len(figure["values"][0]) <= run_report.MOST_POINTS + 2 for figure in data)
 
 
-def test_the_command_writes_the_page_beside_the_run_or_where_it_is_asked_to(tmp_path, capsys, monkeypatch):
+def test_report_command_writes_page_into_run_or_to_output_path(tmp_path, capsys, monkeypatch):
     run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
     monkeypatch.chdir(tmp_path)
     cases = [
@@ -234,7 +234,7 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_asked_to(tmp_
         (["run", "empty"], "empty has no optimizer step in metrics.jsonl. Name the output_dir"),
     ],
 )
-def test_what_the_command_cannot_do_is_a_sentence(tmp_path, monkeypatch, argv, sentence):
+def test_report_command_with_invalid_arguments_raises_config_error(tmp_path, monkeypatch, argv, sentence):
     write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "mine.html").write_text("<p>mine")
@@ -252,13 +252,13 @@ def test_runs_with_the_same_folder_name_have_different_names(tmp_path):
     assert [run.name for run in runs_in(folders)] == ["a/out", "b/out"]
 
 
-def test_text_is_cut_and_control_characters_are_escapes():
+def test_report_text_is_truncated_and_control_characters_are_escaped():
     assert format_text("ab\u202ec\x1bd\ne", max_characters=100) == "ab\\u202ec\\u001bd\ne"
     assert format_text("x" * 12, max_characters=10) == "x" * 10 + " … (2 more characters)"
     assert format_text('[{"not": "a conversation"}]', max_characters=100) == '[{"not": "a conversation"}]'
 
 
-def test_the_page_and_watch_say_over_how_many_completions_the_means_over_tokens_are(tmp_path, capsys):
+def test_report_and_watch_show_number_of_completions_behind_token_means(tmp_path, capsys):
     """Two steps of 8 completions, of which 5 and none are computed."""
     run = write_run(tmp_path / "run", steps=2)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

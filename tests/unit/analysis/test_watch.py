@@ -21,7 +21,7 @@ def shown(folder, capsys):
     return capsys.readouterr().out
 
 
-def test_a_run_is_shown_with_its_step_phase_metrics_scores_events_and_completions(tmp_path, capsys, monkeypatch):
+def test_watch_shows_step_phase_metrics_scores_events_and_completions(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     event = {"step": 30, "time": "2026-01-02T03:04:05+00:00", "kind": "warning", "text": "Something is [odd]."}
     run = write_run(tmp_path / "run", steps=40, events=[event])
@@ -43,7 +43,7 @@ def test_a_run_is_shown_with_its_step_phase_metrics_scores_events_and_completion
         (40, "stopped", 1.0, "training"),
     ],
 )
-def test_the_end_of_a_run_or_its_silence_is_shown(tmp_path, capsys, steps, kind, age, words):
+def test_watch_shows_that_a_run_ended_or_stopped_writing(tmp_path, capsys, steps, kind, age, words):
     event = {"step": steps, "time": "", "kind": kind, "text": "It was stopped."}
     run = write_run(tmp_path / "run", steps=steps, events=[event])
     if age is not None:
@@ -51,7 +51,7 @@ def test_the_end_of_a_run_or_its_silence_is_shown(tmp_path, capsys, steps, kind,
     assert shown(run, capsys).splitlines()[1].startswith(words)
 
 
-def test_a_run_before_its_first_step_is_shown_too(tmp_path, capsys):
+def test_watch_shows_a_run_before_its_first_step(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("run:\n  max_steps: 7\n")
     (tmp_path / "now.json").write_text(json.dumps({"time": time.time(), "step": 0, "phase": "starting vLLM, 0:20"}))
     told = shown(tmp_path, capsys)
@@ -67,7 +67,7 @@ def test_a_run_before_its_first_step_is_shown_too(tmp_path, capsys):
         (["missing"], "missing has no config.yaml. Name the output_dir of a run that has started."),
     ],
 )
-def test_what_the_command_cannot_show_is_a_sentence(argv, sentence):
+def test_watch_command_with_invalid_arguments_raises_config_error(argv, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         watch.run_watch(argv)
 
