@@ -35,7 +35,7 @@ class OnlyLogs:
         assert args == "args"
 
 
-def test_methods_are_called_in_order_and_missing_ones_are_not():
+def test_callback_handler_calls_existing_methods_in_order():
     recorder = Recorder()
     callbacks = CallbackHandler([recorder, OnlyLogs()], "args")
     callbacks.begin(2)
@@ -44,7 +44,7 @@ def test_methods_are_called_in_order_and_missing_ones_are_not():
     assert recorder.calls == [("begin", 0, 2), ("evaluate", 0, SCORES), ("log", 1, STEP), ("end", 1, 1)]
 
 
-def test_a_request_to_stop_is_returned():
+def test_callback_request_to_stop_is_returned():
     callbacks = CallbackHandler([Recorder(stops_at=2)], None)
     callbacks.begin(5)
     assert [callbacks.listen(step, STEP) for step in (1, 2)] == [False, True]
@@ -53,12 +53,12 @@ def test_a_request_to_stop_is_returned():
 
 
 @pytest.mark.parametrize("name", ["should_save", "should_evaluate", "should_log", "should_epoch_stop"])
-def test_other_requests_are_refused(name):
+def test_callback_requests_other_than_stop_are_rejected(name):
     with pytest.raises(ConfigError, match=f"control.{name} is not supported: callbacks can set should_training_stop alone"):
         setattr(CallbackHandler([], None).control, name, True)
 
 
 @pytest.mark.parametrize(("bad", "why"), [(Recorder, "Recorder is a class: pass an instance"), (object(), "has none of the methods")])
-def test_what_is_no_callback_is_refused(bad, why):
+def test_callback_handler_with_invalid_callback_is_rejected(bad, why):
     with pytest.raises(ConfigError, match=why):
         CallbackHandler([bad], None)

@@ -45,7 +45,7 @@ def saves_on(number):
     return act
 
 
-def test_each_rank_has_its_place_and_the_program_path(run):
+def test_launched_ranks_have_rank_variables_and_sys_path(run):
     def act(folder, rank):
         (folder.parents[1] / f"rank{rank}").write_text(f"{os.environ['LOCAL_RANK']} of {os.environ['WORLD_SIZE']}")
         return 0
@@ -81,7 +81,7 @@ def test_lines_are_printed_by_the_calling_thread_and_without_colours(run, monkey
     assert {number for _, number in written} == {ident}
 
 
-def test_a_reward_changes_its_copy_and_not_the_list_of_the_program(run):
+def test_launched_rank_changes_only_its_copy_of_program_state(run):
     calls = []
 
     def act(folder, rank):
@@ -91,7 +91,7 @@ def test_a_reward_changes_its_copy_and_not_the_list_of_the_program(run):
     assert run(act) == 0 and calls == []
 
 
-def test_metrics_are_heard_in_the_program_and_a_request_stops_the_ranks(run):
+def test_launch_forwards_metrics_to_program_and_stop_request_to_ranks(run):
     heard = []
 
     def act(folder, rank):
@@ -217,7 +217,7 @@ with launch.launch_folder(Path("out")) as folder:
 """
 
 
-def test_in_a_terminal_the_ranks_write_to_it_themselves_so_the_live_lines_work(tmp_path, monkeypatch):
+def test_launched_ranks_write_directly_to_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("FORCE_COLOR", "1")
     terminal = Terminal([sys.executable, "-c", IN_A_TERMINAL], tmp_path)
@@ -229,7 +229,7 @@ def test_in_a_terminal_the_ranks_write_to_it_themselves_so_the_live_lines_work(t
     assert ended.stdout == "file None\n", ended.stderr
 
 
-def test_the_program_raises_what_the_first_rank_raised_and_ends_the_others(run, monkeypatch):
+def test_launch_raises_error_of_first_failed_rank_and_ends_the_others(run, monkeypatch):
     monkeypatch.setattr(launch, "SECONDS_TO_END", 0.1)
 
     def act(folder, rank):
@@ -251,7 +251,7 @@ def test_the_program_raises_what_the_first_rank_raised_and_ends_the_others(run, 
         run(dies, 1, echo=False)
 
 
-def test_what_cannot_be_pickled_is_named_and_nothing_is_started_or_left(run, tmp_path):
+def test_launch_with_unpicklable_object_names_it_and_leaves_no_files(run, tmp_path):
     lock = threading.Lock()
 
     def act(folder, rank):
@@ -263,7 +263,7 @@ def test_what_cannot_be_pickled_is_named_and_nothing_is_started_or_left(run, tmp
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_two_objects_share_they_share_in_the_ranks(tmp_path):
+def test_launch_preserves_state_shared_by_two_objects(tmp_path):
     calls = []
     with launch.launch_folder(tmp_path) as folder:
         launch.write_launch(folder, "train", [], {"one": lambda: calls.append(1), "other": lambda: len(calls)}, listens=False)
@@ -300,7 +300,7 @@ with launch.launch_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def test_ranks_end_with_a_program_that_is_killed_and_the_next_one_removes_its_folder(tmp_path):
+def test_launched_ranks_end_with_killed_program_and_next_launch_removes_its_folder(tmp_path):
     program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)])
     parent = psutil.Process(program.pid)
     while len(ranks := parent.children(recursive=True)) < 4:  # two ranks, each with its supervisor

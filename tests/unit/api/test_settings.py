@@ -18,7 +18,7 @@ def parsed(args, tmp_path):
     return parse(write_settings(tmp_path, explicit_settings(args)), dialects=lambda: DIALECTS)
 
 
-def test_values_of_other_types_are_written_as_yaml_has_them(tmp_path):
+def test_settings_of_other_types_are_converted_to_yaml_values(tmp_path):
     args = {"output_dir": Path("out"), "lr": np.float32(0.5), "stop": ("a", "b"), "columns": {"question": "prompt"}, "max_steps": None}
     found = parsed(args, tmp_path)
     assert not found.problems
@@ -27,9 +27,9 @@ def test_values_of_other_types_are_written_as_yaml_has_them(tmp_path):
     assert config.data.columns == {"question": "prompt"}
 
 
-def test_a_function_is_no_setting(tmp_path):
+def test_settings_with_function_value_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="reward_funcs is a function, which a setting cannot be"):
-        write_settings(tmp_path, {"reward_funcs": test_an_empty_list_is_not_true})
+        write_settings(tmp_path, {"reward_funcs": test_settings_with_empty_list_are_not_read_as_true})
     with pytest.raises(ConfigError, match="args is a int: pass a GRPOConfig"):
         explicit_settings(3)
 
@@ -41,7 +41,7 @@ def test_an_explicit_default_counts_and_messages_name_the_source(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "bf16"])
-def test_an_empty_list_is_not_true(name, tmp_path):
+def test_settings_with_empty_list_are_not_read_as_true(name, tmp_path):
     [problem] = parsed({name: []}, tmp_path).problems
     assert f"{name} (GRPOConfig) requires a value" in str(problem)
 
@@ -57,7 +57,7 @@ def of_trl():
     return of
 
 
-def test_of_trls_config_what_was_passed_is_taken_and_nothing_that_it_derives(of_trl, tmp_path):
+def test_settings_from_trl_config_are_the_passed_ones_without_derived_ones(of_trl, tmp_path):
     own = {"dialect": "trl", "output_dir": "out", "bf16": False}
     assert of_trl() == own
     assert of_trl(learning_rate=3e-4, max_steps=5, report_to="none") == own | {"learning_rate": 3e-4, "max_steps": 5}

@@ -58,7 +58,7 @@ def test_an_assignment_after_the_trainer_was_made_counts(model, tmp_path):
     assert made.parsed().config.optimizer.lr == 3e-4
 
 
-def test_mistakes_are_found_before_anything_is_started(model, tmp_path, monkeypatch):
+def test_trainer_reports_errors_before_starting_ranks(model, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "RankProcesses", None)
     with pytest.raises(ConfigError, match="micro_batch_size"):
         GRPOTrainer(model, even, settings(tmp_path, micro_batch_size=7), ROWS).train()
@@ -77,7 +77,7 @@ def test_mistakes_are_found_before_anything_is_started(model, tmp_path, monkeypa
         ({"train": ROWS}, "train_dataset is a dict"),
     ],
 )
-def test_what_is_no_data_set_is_refused(rows, why):
+def test_trainer_with_invalid_dataset_is_rejected(rows, why):
     with pytest.raises(ConfigError, match=why):
         GRPOTrainer("m", even, None, rows)
 
@@ -91,12 +91,12 @@ def test_what_is_no_data_set_is_refused(rows, why):
         ({"nproc_per_node": "2"}, "nproc_per_node must be a whole number of at least 1, not '2'"),
     ],
 )
-def test_an_argument_of_another_kind_is_refused(parts, why):
+def test_trainer_with_argument_of_wrong_type_is_rejected(parts, why):
     with pytest.raises(ConfigError, match=re.escape(why)):
         GRPOTrainer("m", **parts)
 
 
-def test_the_number_of_ranks(monkeypatch):
+def test_trainer_number_of_ranks_follows_settings_and_environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -109,14 +109,14 @@ def test_the_number_of_ranks(monkeypatch):
     assert of() == 2
 
 
-def test_the_docstring_and_the_page_say_that_changes_in_the_ranks_are_lost_and_what_to_use():
+def test_trainer_docstring_and_docs_state_that_changes_in_ranks_are_lost():
     page = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text()
     [limit] = [line for line in page.splitlines() if "have copies" in line]
     for text in (limit, " ".join((GRPOTrainer.__doc__ or "").split())):
         assert "appends to a list of the program is lost" in text and "callback" in text
 
 
-def test_functions_of_one_name_have_two_names_and_words_stay_words():
+def test_trainer_reward_functions_with_equal_names_get_distinct_names():
     one, two = (lambda completions: [0.0]), (lambda completions: [1.0])
     made = GRPOTrainer("m", [one, two, even, "accuracy"], None, "data.jsonl", rollout_func="a.py:b")
     found = made._settings()
@@ -124,7 +124,7 @@ def test_functions_of_one_name_have_two_names_and_words_stay_words():
     assert (found["dataset"], found["rollout_func"]) == ("data.jsonl", "a.py:b") and made.objects["reward_1"] is two
 
 
-def test_a_model_is_copied_once_it_is_exported(tmp_path):
+def test_trainer_save_model_copies_the_export_and_fails_before_it_exists(tmp_path):
     made = GRPOTrainer("m", even, {"output_dir": str(tmp_path / "out")})
     with pytest.raises(ConfigError, match="hf does not exist: a run exports its model at its end. Call train until"):
         made.save_model(tmp_path / "copy")
