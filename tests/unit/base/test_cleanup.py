@@ -17,7 +17,7 @@ def fails(name):
     return step
 
 
-def test_the_first_error_stays_and_the_others_are_notes_to_it():
+def test_clean_up_keeps_first_error_and_adds_later_ones_as_notes():
     done = []
     with pytest.raises(RuntimeError, match="the rollout failed") as caught:
         with CleanUp(lambda: done.append("last"), fails("sleep")) as clean_up:
@@ -27,7 +27,7 @@ def test_the_first_error_stays_and_the_others_are_notes_to_it():
     assert caught.value.__notes__ == ["Cleaning up after this failed too: ValueError: sleep"]
 
 
-def test_a_clean_up_that_fails_after_a_good_block_is_an_error():
+def test_clean_up_failure_after_successful_block_raises():
     done = []
     with pytest.raises(ValueError, match="close"):
         with CleanUp(lambda: done.append("last"), fails("close")):
@@ -35,7 +35,7 @@ def test_a_clean_up_that_fails_after_a_good_block_is_an_error():
     assert done == ["last"]
 
 
-def test_an_engine_that_fails_and_then_cannot_sleep_names_the_failure(monkeypatch):
+def test_clean_up_of_engine_that_cannot_sleep_reports_the_original_failure(monkeypatch):
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     class Broken:
@@ -58,14 +58,14 @@ def test_an_engine_that_fails_and_then_cannot_sleep_names_the_failure(monkeypatc
         (900, "bash", "bash\0-c\0torchrun train.py", False),
     ],
 )
-def test_who_takes_in_orphans_is_no_launcher(tmp_path, pid, name, command, adopts):
+def test_launcher_check_rejects_processes_that_adopt_orphans(tmp_path, pid, name, command, adopts):
     (tmp_path / str(pid)).mkdir()
     (tmp_path / str(pid) / "comm").write_text(name + "\n")
     (tmp_path / str(pid) / "cmdline").write_text(command)
     assert _adopts(pid, tmp_path) == adopts and not _adopts(7, tmp_path)
 
 
-def test_the_collector_leaves_out_what_a_block_without_it_has_made_and_nothing_else():
+def test_gc_after_pause_skips_only_objects_made_during_the_pause():
     class Cycle:
         def __init__(self):
             self.me = self
@@ -83,7 +83,7 @@ def test_the_collector_leaves_out_what_a_block_without_it_has_made_and_nothing_e
         gc.unfreeze()
 
 
-def test_a_pause_inside_a_pause_does_not_end_it():
+def test_gc_stays_disabled_after_a_nested_pause():
     try:
         with without_gc():
             with without_gc():

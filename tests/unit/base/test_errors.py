@@ -33,7 +33,7 @@ class Silent(Exception):
     __repr__ = __str__
 
 
-def test_what_others_say_is_one_line_of_a_bounded_length_without_controls_and_secrets(monkeypatch):
+def test_one_line_removes_control_characters_and_secrets_and_limits_length(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sesame-opens-this")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     keep_secret(TOKEN)
@@ -78,13 +78,13 @@ ECHO = b"you came with {token} " + ESCAPES + b"z" * (1 << 20)
         (b'HTTP/1.1 200 OK\r\n\r\n{"{token} \\u001b[2J' + b"z" * 9999 + b'": 1}', wire.MalformedMessageError),
     ],
 )  # fmt: skip
-def test_what_a_server_answers_shows_no_token_no_escape_and_no_megabyte(raw, kind):
+def test_server_error_message_has_no_token_no_escapes_and_limited_length(raw, kind):
     with answers(raw) as port, pytest.raises(kind) as caught:
         start_coroutine(Server(Address("127.0.0.1", port), token=TOKEN, incarnation="1").state()).result(60)
     assert is_fit(str(caught.value), wire.LONGEST_REFUSAL + 100) and str(caught.value)
 
 
-def test_what_a_judge_answers_shows_no_key_not_even_half_of_one():
+def test_judge_error_message_contains_no_part_of_the_key():
     for length in (150, 160, 170, 180, 190, 200):
         raw = b"HTTP/1.1 401 " + ESCAPES.replace(b"\n", b"").replace(b"\r", b"") + b"\r\n\r\n" + b"z" * length + b"{token}" + b"z" * 9999
         with answers(raw) as port, pytest.raises(NoResponseError) as caught:
@@ -92,7 +92,7 @@ def test_what_a_judge_answers_shows_no_key_not_even_half_of_one():
         assert is_fit(str(caught.value), 1000) and "401" in str(caught.value) and TOKEN[:7] not in str(caught.value)
 
 
-def test_a_failing_answer_of_a_completion_is_one_line_too():
+def test_completion_error_message_is_one_line():
     line = b'{"key": "1", "error": "' + TOKEN.encode() + b"\\u001b[2J" + b"z" * 9999 + b'"}\n'
     keep_secret(TOKEN)
     assert is_fit(wire.decode_line(wire.GenerateLine, line).error, wire.LONGEST_REFUSAL + 100)
@@ -119,7 +119,7 @@ def returns_what_has_no_words(completions):
 
 
 @pytest.mark.parametrize("function", [loud, mute, leaves, returns_a_book, returns_what_has_no_words])
-def test_a_reward_that_fails_is_named_whatever_it_says(function):
+def test_reward_error_names_the_function_for_any_exception_text(function):
     keep_secret(TOKEN)
     batch = RewardBatch(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={}, labels=["row 0"])
     with pytest.raises(RewardError) as caught:
@@ -128,7 +128,7 @@ def test_a_reward_that_fails_is_named_whatever_it_says(function):
     assert is_fit(str(caught.value), 5 * 500)
 
 
-def test_a_line_that_is_no_http_is_told_as_such():
+def test_http_client_error_contains_the_malformed_line():
     """The oracle of what is caught above: http.client puts the line itself into its exception."""
     with answers(b"\x1b[2J\r\n") as port:
         connection = http.client.HTTPConnection("127.0.0.1", port)

@@ -26,7 +26,7 @@ from megatron_grpo.core.base.files import (
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_block_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, durable):
+def test_atomic_write_that_fails_keeps_old_file_and_removes_temporary(tmp_path, durable):
     atomic_write_text(tmp_path / "file", "old", durable=durable)
     with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "file", durable=durable) as stream:
         stream.write(b"half of the n")
@@ -61,7 +61,7 @@ def test_files_of_a_directory_have_the_modes_that_the_umask_leaves(tmp_path, mas
     assert (tmp_path / "out" / "file").stat().st_mode & 0o777 == mode
 
 
-def test_what_stops_the_writing_is_what_is_heard(tmp_path):
+def test_atomic_write_raises_the_original_error(tmp_path):
     (tmp_path / "file").mkdir()
     with pytest.raises(IsADirectoryError):
         atomic_write_text(tmp_path / "file", "text")
@@ -77,7 +77,7 @@ def written(out, *names):
 
 
 @pytest.mark.parametrize("is_run", [False, True], ids=["a model", "a run"])
-def test_a_directory_that_was_not_written_here_is_left_alone_whatever_is_in_it(tmp_path, is_run):
+def test_atomic_directory_write_rejects_directory_of_another_program(tmp_path, is_run):
     """The base model, say: it has a config.json, as every model; and a run's own folder has a mark, of a run."""
     (tmp_path / "config.json").write_text("mine")
     if is_run:
@@ -87,7 +87,7 @@ def test_a_directory_that_was_not_written_here_is_left_alone_whatever_is_in_it(t
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
-def test_a_directory_written_again_keeps_what_somebody_put_into_it(tmp_path):
+def test_atomic_directory_write_keeps_files_added_by_the_user(tmp_path):
     written(tmp_path / "out", "a", "b")
     (tmp_path / "out" / "model.gguf").write_text("mine")
     written(tmp_path / "out", "b", "c")
@@ -95,7 +95,7 @@ def test_a_directory_written_again_keeps_what_somebody_put_into_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_directory_that_is_a_link_is_written_where_it_leads(tmp_path):
+def test_atomic_directory_write_follows_a_symlink(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "scratch")
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_a_directory_that_is_a_link_is_written_where_it_leads(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suffix):
+def test_plot_replaces_only_a_plot_of_this_program(tmp_path, suffix):
     from matplotlib.figure import Figure
 
     from megatron_grpo.commands.planning.command import make_plan
@@ -132,7 +132,7 @@ def parse_problems(words) -> list[str]:
 
 
 @pytest.mark.parametrize("encode", [str, str.encode])
-def test_json_of_others_has_at_most_100_levels(encode):
+def test_parse_json_limits_depth_to_100_levels(encode):
     for levels in (1, MOST_LEVELS):
         assert json.dumps(parse_json(encode('{"a":' * levels + "1" + "}" * levels))).count("a") == levels
     for text in (
@@ -149,7 +149,7 @@ def test_json_of_others_has_at_most_100_levels(encode):
         parse_json(encode("[\n"))
 
 
-def test_yaml_of_others_has_at_most_100_levels_and_counts_aliases_as_what_they_stand_for():
+def test_parse_yaml_limits_depth_to_100_levels_with_aliases_expanded():
     assert str(parse_yaml("[" * MOST_LEVELS + "1" + "]" * MOST_LEVELS)[0]).count("[") == MOST_LEVELS
     assert parse_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]")[0]["c"] == [{"x": 1}] * 2 and parse_yaml("") == (None, None)
     for text, says in (
@@ -164,7 +164,7 @@ def test_yaml_of_others_has_at_most_100_levels_and_counts_aliases_as_what_they_s
             parse_yaml(text)
 
 
-def test_json_and_yaml_of_others_are_read_in_one_place():
+def test_external_json_and_yaml_are_parsed_in_one_module():
     """Each module below reads what this program wrote a moment ago, or a table of its own."""
     own = {
         "files": "the place", "engine_kwargs": "its table", "registry": "its table", "families": "its table", "tables": "its tables",

@@ -19,7 +19,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "o
             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
 
 
-def test_nobody_else_reads_what_a_launcher_sets():
+def test_launcher_variables_are_read_in_launcher_module_only():
     names = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|SLURM_\w+|TORCHELASTIC_\w+|OMPI_\w+|PMI_\w+)["']""")
     files = [path for path in PACKAGE.rglob("*.py") if names.search(path.read_text())]
     assert sorted(files) == [PACKAGE / "core/base/launcher.py", PACKAGE / "run/jobs.py"]
@@ -32,7 +32,7 @@ def test_torchrun():
     assert str(found.report_file) == "/tmp/a/attempt_2/megatron_grpo.said" and str(found.attempts_file) == "/tmp/a/megatron_grpo.ended"
 
 
-def test_a_process_that_nobody_launched_is_rank_0_of_1():
+def test_launch_info_without_launcher_is_rank_0_of_1():
     found = launcher.read({})
     assert (found.rank, found.world_size, found.is_launched, found.is_logging_rank) == (0, 1, False, True)
 
@@ -86,14 +86,14 @@ def test_one_process_of_many_is_refused_with_the_line_to_type(monkeypatch, capsy
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "eval", "export", "replay", "compare-losses", "mismatch", "dry-run"])
-def test_every_command_that_asks_for_ranks_refuses_a_number_that_is_none(monkeypatch, capsys, command):
+def test_commands_with_invalid_world_size_are_rejected(monkeypatch, capsys, command):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert main([command]) == 2
     assert "WORLD_SIZE is 'abc'" in capsys.readouterr().err
 
 
-def test_a_directory_that_has_been_removed_is_a_sentence(monkeypatch, capsys, tmp_path):
+def test_commands_in_a_removed_directory_exit_2(monkeypatch, capsys, tmp_path):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -109,7 +109,7 @@ def test_too_few_files_are_refused_before_anything_is_imported(files):
     assert f"the limit of open files is {files}, and train needs more. Run `ulimit -n " in ended.stderr
 
 
-def test_one_process_that_was_meant_to_be_one_is_not_refused(monkeypatch, capsys):
+def test_single_process_run_with_world_size_1_is_accepted(monkeypatch, capsys):
     for name, value in {"NPROC_PER_NODE": "1", "SLURM_NTASKS": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--world_size", "1"]) == 2  # for want of a model

@@ -48,25 +48,25 @@ def test_rows_are_read_whole_and_streamed():
 
 
 @pytest.mark.parametrize("read", [lambda: read_rows("python:gone"), lambda: load_rewards(settings("--reward_funcs", "python:gone"))])
-def test_an_object_of_another_program_is_a_sentence(read):
+def test_python_object_of_another_program_raises_config_error(read):
     with pytest.raises(ConfigError, match="python:gone is an object of a Python program. Start that program again, or name a file."):
         read()
 
 
-def test_an_object_that_cannot_be_called_is_refused():
+def test_python_object_that_is_not_callable_is_rejected():
     python_objects.provide({"number": 3})
     with pytest.raises(ConfigError, match="python:number is the int 3, which cannot be called"):
         load_rewards(settings("--reward_funcs", "python:number"))
 
 
-def test_it_is_neither_a_hub_name_nor_a_file_of_the_users():
+def test_python_object_names_are_paths_and_not_user_files():
     assert is_path("python:rows")
     assert all(map(is_path, ("data.csv", "data.TSV#5", "owner/rows.arrow", "part.jsonl.gz", "./x", "a/b/c")))
     assert not any(map(is_path, ("owner/set", "gsm8k", "owner/set-v1.5", "owner/set:main", "Qwen/Qwen3-0.6B", "owner/big.model#7")))
     assert user_code(settings("--reward_funcs", "python:equal", "a.py:b")) == [("reward", "reward_funcs", "a.py:b")]
 
 
-def test_a_fingerprint_covers_the_code_and_the_plain_values_that_it_closes_over():
+def test_function_fingerprint_covers_code_and_closure_values():
     one = python_objects.compute_fingerprint(closing_over("a"))
     assert one == python_objects.compute_fingerprint(closing_over("a"))
     others = [
