@@ -30,14 +30,14 @@ def row(*parts, scored: int = 2) -> TokenSequence:
     return TokenSequence(token_ids=ids, mask=np.arange(len(ids)) >= len(ids) - scored, images=tuple(images))
 
 
-def test_a_picture_stands_on_a_grid_and_the_text_goes_on_behind_its_longer_side():
+def test_mrope_positions_of_image_form_grid_and_text_continues_after_longer_side():
     found = positions(12, ((2, WIDE),))
     assert found[:, :2].tolist() == [[0, 1]] * 3
     assert found[:, 2:8].tolist() == [[2] * 6, [2, 2, 2, 3, 3, 3], [2, 3, 4, 2, 3, 4]]
     assert found[:, 8:].tolist() == [[5, 6, 7, 8]] * 3
 
 
-def test_a_second_picture_begins_where_the_first_has_left_the_text():
+def test_mrope_positions_of_second_image_start_after_preceding_text():
     found = positions(14, ((1, FLAT), (6, WIDE)))
     assert found[:, 1:5].tolist() == [[1] * 4, [1] * 4, [1, 2, 3, 4]]
     assert found[:, 5].tolist() == [5] * 3  # 1 + the longer side
@@ -69,7 +69,7 @@ def test_without_pictures_positions_stay_one_axis():
     assert collate([row(5), row(2, WIDE, 3)]).positions.shape == (3, 14)
 
 
-def test_places_come_from_what_is_shown_and_a_drawn_placeholder_is_a_word():
+def test_image_positions_ignore_sampled_placeholder_tokens():
     one = row(2, WIDE, 4)
     one.token_ids[-2] = IMAGE
     micro = collate([one])
@@ -77,7 +77,7 @@ def test_places_come_from_what_is_shown_and_a_drawn_placeholder_is_a_word():
     assert (micro.token_ids == IMAGE).sum() == 7
 
 
-def test_one_picture_is_encoded_once_for_all_who_show_it():
+def test_collate_encodes_an_image_once_for_several_rows():
     micro = collate([row(2, WIDE, 3), row(1, FLAT, 3), row(4, WIDE, FLAT, 2)])
     assert [one.key for one in micro.images] == ["wide", "flat"]
     for place, token in zip(micro.image_positions, micro.image_token_index, strict=True):
@@ -85,7 +85,7 @@ def test_one_picture_is_encoded_once_for_all_who_show_it():
     assert np.bincount(micro.image_token_index).tolist() == [2] * 10
 
 
-def test_a_trunks_pictures_enter_once_and_its_children_stand_where_they_would_alone():
+def test_shared_prefix_images_enter_once_with_positions_as_without_sharing():
     first, second = row(3, WIDE, 2, FLAT, 6), row(3, WIDE, 2, FLAT, 9)
     second.token_ids[-5:] += 50
     prefix_group = PrefixGroup(members=(0, 1), prefix=15, min_saving_ratio=0.0)
@@ -100,13 +100,13 @@ def test_a_trunks_pictures_enter_once_and_its_children_stand_where_they_would_al
             begin += len(one.token_ids)
 
 
-def test_padding_goes_on_behind_a_context_and_shows_nothing():
+def test_padding_continues_positions_without_images():
     micro = collate([row(2, WIDE, 4), row(3)], alignment=Alignment(sequence=8, stream=32))
     assert micro.positions.shape == (3, 32) and micro.positions.min() >= 0
     assert not micro.is_padding[micro.image_positions].any()
 
 
-def test_a_trunk_may_end_within_a_picture():
+def test_shared_prefix_may_end_within_an_image():
     first, second = row(3, WIDE, 4), row(3, WIDE, 4)
     second.token_ids[-3:] += 50
     micro = collate([first, second], prefix_groups=[PrefixGroup(members=(0, 1), prefix=6, min_saving_ratio=0.99)])
@@ -119,6 +119,6 @@ def test_a_trunk_may_end_within_a_picture():
 
 
 @pytest.mark.parametrize("grid", [(2, 4, 4), (1, 3, 4), (1, 4, 5)])
-def test_what_is_no_still_picture_in_whole_tokens_is_an_error(grid):
+def test_image_grid_of_several_frames_or_partial_tokens_is_rejected(grid):
     with pytest.raises(ValueError, match="a grid must be one frame, a multiple of 2 x 2"):
         compute_grid(dataclasses.replace(WIDE, grid=grid))

@@ -28,7 +28,7 @@ def shared(*sequences: TokenSequence, prefix: int = 0, min_saving_ratio: float =
     return collate(sequences, prefix_groups=[PrefixGroup(tuple(range(len(sequences))), prefix, min_saving_ratio)], **more)
 
 
-def test_a_prompt_stands_once_before_what_follows_it_and_its_last_token_predicts_every_first_token():
+def test_prefix_group_computes_prompt_once_and_predicts_all_first_tokens_from_it():
     """Prompt (1 2 3); completions (4 5 6), (7 8) and (9)."""
     batch = shared(sequence(1, 2, 3, 4, 5, 6, prompt=3), sequence(1, 2, 3, 7, 8, prompt=3), sequence(1, 2, 3, 9, prompt=3))
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 4, 5] and batch.positions.tolist() == [0, 1, 2, 3, 3, 4]
@@ -39,24 +39,24 @@ def test_a_prompt_stands_once_before_what_follows_it_and_its_last_token_predicts
     assert batch.sequence.tolist() == [0, 0, 0, 1, 1, 2]
 
 
-def test_completions_that_begin_alike_share_that_too():
+def test_prefix_group_shares_equal_beginnings_of_completions():
     batch = shared(sequence(1, 2, 7, 7, 4), sequence(1, 2, 7, 7, 5))
     assert batch.segments == (Segment(start=0, end=4, length=4),) and batch.logit_positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_a_token_that_differs_ends_what_is_shared():
+def test_shared_prefix_ends_at_first_differing_token():
     """A date, a picture, a turn that was cut: the number of the group says nothing of it."""
     batch = shared(sequence(1, 2, 3, 4, 5, 6), sequence(1, 9, 3, 4, 5, 6))
     assert [segment.length for segment in batch.segments] == [1, 4, 4]
     assert shared(sequence(1, 2, 3), sequence(9, 2, 3)).segments == collate([sequence(1, 2, 3), sequence(9, 2, 3)]).segments
 
 
-def test_tokens_that_differ_where_they_were_said_to_be_equal_are_an_error():
+def test_prefix_group_with_differing_tokens_in_prefix_raises():
     with pytest.raises(ValueError, match=r"rows \(0, 1\) must share a prefix of 3 tokens; only 1 are equal"):
         shared(sequence(1, 2, 3, 4, 5), sequence(1, 9, 3, 4, 5), prefix=3)
 
 
-def test_pictures_and_forced_experts_end_what_is_shared_too():
+def test_shared_prefix_ends_at_differing_images_or_experts():
     def with_picture(key):
         return dataclasses.replace(sequence(1, 2, 3, 4, 5), images=((2, SimpleNamespace(key=key)),))
 
@@ -74,7 +74,7 @@ def test_pictures_and_forced_experts_end_what_is_shared_too():
     assert common_prefix([routed(-1, 1, 0, 1, 0), sequence(1, 2, 3, 4, 5)], both) == 1  # the first token routes freely in both
 
 
-def test_a_group_is_left_apart_where_sharing_saves_too_little():
+def test_prefix_group_below_min_saving_ratio_is_not_shared():
     rows = [sequence(1, *range(10, 30)), sequence(1, *range(40, 60))]
     assert len(shared(*rows, min_saving_ratio=1 / 16).segments) == 2  # 39 tokens for 40
     assert len(shared(*rows).segments) == 3
@@ -82,7 +82,7 @@ def test_a_group_is_left_apart_where_sharing_saves_too_little():
     assert [segment.parent for segment in aligned.segments] == [-1, -1]  # 4 + 4 + 4 for 4 + 4
 
 
-def test_the_prefix_of_a_group_is_what_all_its_contexts_begin_with():
+def test_find_prefix_returns_common_length_of_all_contexts():
     def completion(*token_ids: int):
         return make_completion((1, 2, 3), token_ids, [0.0] * len(token_ids), text="", finish_reason="stop", version=0)
 
@@ -138,7 +138,7 @@ def cut_of(data, **more) -> BatchPartitioner:
 
 @given(data=st.data(), batch=batches(), is_packed=st.booleans(), dp_size=st.integers(1, 2))
 @settings(max_examples=200, deadline=None)
-def test_every_trained_token_sees_what_it_sees_alone_and_no_budget_breaks(data, batch, is_packed, dp_size):
+def test_prefix_sharing_keeps_visible_tokens_and_token_budget(data, batch, is_packed, dp_size):
     rows, lengths = batch
     budget = data.draw(st.integers(4, 60)) if is_packed else None
     cut = cut_of(data, dp_size=dp_size, micro_batch_size=data.draw(st.integers(1, 4)), max_tokens=budget)
@@ -182,13 +182,13 @@ def pieces(dealt: list[list[MicroBatchSpec]], lengths: list[SequenceLengths]) ->
     return counts
 
 
-def test_a_group_stays_together_where_the_budget_allows_it():
+def test_partition_keeps_group_in_one_micro_batch_within_budget():
     lengths = convert_lengths([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
     dealt = partition(lengths, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=420, min_saving_ratio=1 / 16))
     assert set(pieces(dealt, lengths).values()) == {1} and [micro_spec.num_tokens for micro_spec in dealt[0]] == [392] * 3
 
 
-def test_a_group_beyond_the_budget_is_in_as_few_pieces_as_fit_and_a_long_prompt_takes_no_more_than_alone():
+def test_partition_splits_group_above_budget_into_fewest_pieces():
     lengths = convert_lengths([[50] * 8], prompt=100)
     dealt = partition(lengths, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=300, min_saving_ratio=1 / 16))
     assert (
@@ -199,7 +199,7 @@ def test_a_group_beyond_the_budget_is_in_as_few_pieces_as_fit_and_a_long_prompt_
     assert max(micro_spec.num_tokens for micro_spec in dealt[0]) == 139  # 100 + 40 - 1, what the longest takes by itself
 
 
-def test_groups_are_cut_where_ranks_would_wait_or_have_nothing():
+def test_partition_splits_groups_that_would_leave_ranks_idle():
     lengths = convert_lengths([[400] * 8, [100] * 8], prompt=100)
     cut = BatchPartitioner(dp_size=4, micro_batch_size=1, max_tokens=8192, min_saving_ratio=1 / 16)
     loads = [sum(micro_spec.num_tokens for micro_spec in mine) for mine in partition(lengths, cut)]
@@ -209,7 +209,7 @@ def test_groups_are_cut_where_ranks_would_wait_or_have_nothing():
     assert [[micro_spec.rows for micro_spec in mine] for mine in dealt] in ([[(0,)], [(1,)]], [[(1,)], [(0,)]])
 
 
-def test_without_sharing_groups_are_dealt_as_rows():
+def test_partition_without_sharing_treats_groups_as_rows():
     lengths = convert_lengths([[20, 30, 10, 40], [7, 8, 9, 50]], prompt=100)
     cut = BatchPartitioner(dp_size=2, micro_batch_size=1, max_tokens=300)
     alone = [row._replace(group=None, prefix=0) for row in lengths]
@@ -221,7 +221,7 @@ def test_without_sharing_groups_are_dealt_as_rows():
     assert rows[0] == rows[1] == rows[2]
 
 
-def test_rows_that_do_not_fill_their_micro_batches_are_spread_evenly_in_order():
+def test_partition_spreads_incomplete_micro_batches_evenly_in_order():
     def rows_of(num_rows: int, **cut):
         cut = BatchPartitioner(dp_size=2, micro_batch_size=4, **cut)
         dealt = partition([SequenceLengths((3,))] * num_rows, cut)
@@ -236,7 +236,7 @@ def test_rows_that_do_not_fill_their_micro_batches_are_spread_evenly_in_order():
 
 @given(num_rows=st.integers(0, 40), dp_size=st.integers(1, 3), multiple=st.integers(1, 3), size=st.integers(1, 5), is_packed=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_with_the_missing_rows_every_micro_batch_has_a_row(num_rows, dp_size, multiple, size, is_packed):
+def test_partition_with_missing_rows_leaves_no_micro_batch_empty(num_rows, dp_size, multiple, size, is_packed):
     cut = BatchPartitioner(dp_size=dp_size, micro_batch_size=size, multiple=multiple, max_tokens=7 if is_packed else None)
     missing = cut.num_missing(num_rows)
     assert missing < dp_size * multiple or not num_rows
@@ -247,13 +247,13 @@ def test_with_the_missing_rows_every_micro_batch_has_a_row(num_rows, dp_size, mu
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_probes_are_scored_once_however_large_a_micro_batch_is(dp_size):
+def test_partition_for_scoring_includes_each_probe_once(dp_size):
     probes = [SequenceLengths((66,))] * 4
     dealt = partition_for_scoring(probes, BatchPartitioner(dp_size=dp_size, micro_batch_size=64))
     assert sorted(i for mine in dealt for micro_spec in mine for i in micro_spec.rows) == [0, 1, 2, 3]
 
 
-def test_what_is_only_scored_is_packed_where_training_cuts_smaller():
+def test_partition_for_scoring_packs_larger_than_training():
     rows = [SequenceLengths((31,))] * 12  # the last token is a target alone
 
     def streams(**cut):

@@ -82,7 +82,7 @@ class Walk:
         (6, 4, 1, 6, [1, 4]),
     ],
 )
-def test_rollouts_that_straddle_an_optimizer_step_are_the_published_ones(a, w, mu, num_rollouts, expected):
+def test_schedule_rollouts_that_straddle_steps_equal_published_example(a, w, mu, num_rollouts, expected):
     table = TrainingSchedule(sizes_of(a, w, mu))
     rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
     assert sorted({row.rollout for row in rows if row.staleness}) == expected == Walk(a, w, mu, num_rollouts).straddling()
@@ -112,7 +112,7 @@ epochs = st.integers(0, 5)
 
 @settings(max_examples=400)
 @given(sizes, st.integers(1, 12), epochs)
-def test_every_row_is_where_the_walk_puts_it(size, num_rollouts, epoch):
+def test_schedule_micro_steps_equal_naive_walk(size, num_rollouts, epoch):
     table, walk = table_of(size, epoch=epoch), Walk(*size, num_rollouts, epoch)
     for s, (rollout, pass_index, slice_index, sampled, trained) in enumerate(walk.rows):
         row = table.micro_step(s)
@@ -124,7 +124,7 @@ def test_every_row_is_where_the_walk_puts_it(size, num_rollouts, epoch):
 
 @settings(max_examples=300)
 @given(sizes, st.integers(1, 12), epochs)
-def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, num_steps, epoch):
+def test_schedule_forward_only_passes_equal_those_of_naive_walk(size, num_steps, epoch):
     a, w, mu = size
     table = table_of(size, num_steps, epoch=epoch)
     walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)
@@ -140,7 +140,7 @@ def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, nu
 
 @settings(max_examples=200)
 @given(sizes, st.integers(1, 12), epochs)
-def test_where_old_log_probs_are_always_made_every_slice_that_is_ever_stale_has_its_pass_and_none_is_kept(size, num_rollouts, epoch):
+def test_schedule_with_old_logprobs_always_recomputes_every_stale_slice_and_keeps_none(size, num_rollouts, epoch):
     timed, walk = table_of(size, epoch=epoch, old_logprobs="always"), Walk(*size, num_rollouts, epoch)
     steps = list(replace(timed, num_steps=walk.rows[-1][-1] + 1).from_step(0))
     stale = {(r, j) for r, _, j, sampled, trained in walk.rows if sampled != trained}
@@ -152,7 +152,7 @@ def test_where_old_log_probs_are_always_made_every_slice_that_is_ever_stale_has_
 
 @settings(max_examples=200)
 @given(sizes)
-def test_the_most_rows_that_wait_behind_a_step_are_those_of_the_walk(size):
+def test_schedule_maximum_of_pending_rows_equals_naive_walk(size):
     a, w, mu = size
     waiting, found = set(), 0
     for step in TrainingSchedule(sizes_of(a, w, mu), w * mu).from_step(0):
@@ -164,7 +164,7 @@ def test_the_most_rows_that_wait_behind_a_step_are_those_of_the_walk(size):
 
 @settings(max_examples=300)
 @given(sizes, st.integers(1, 10), epochs)
-def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps, epoch):
+def test_schedule_last_step_equals_same_step_of_longer_run(size, num_steps, epoch):
     shorter, longer = (table_of(size, num_steps + more, epoch=epoch) for more in (0, 3))
     for one, other in zip(shorter.from_step(0), longer.from_step(0)):
         assert one == other
@@ -172,7 +172,7 @@ def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, 
 
 @settings(max_examples=300)
 @given(sizes, st.integers(1, 10), st.sampled_from(["auto", "rollout"]), epochs)
-def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_too_long(size, num_steps, old_logprobs, epoch):
+def test_schedule_provides_every_old_logprob_and_drops_it_after_last_use(size, num_steps, old_logprobs, epoch):
     """Executes the steps: samples, anchors, keeps, frees; a stale row without stored log-probs fails the walk."""
     a, w, mu = size
     table = table_of(size, num_steps, epoch=epoch, old_logprobs=old_logprobs)
@@ -212,7 +212,7 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
 
 @settings(max_examples=200)
 @given(sizes, st.integers(0, 40), st.sampled_from(["auto", "always", "rollout"]), epochs)
-def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs, epoch):
+def test_schedule_one_rollout_ahead_changes_only_the_sampling_version(size, s, old_logprobs, epoch):
     """Where old log-probs come from stays, unless they are the sampler's own: then a row is fresh only to who sampled it."""
     once = table_of(size, epoch=epoch, old_logprobs=old_logprobs)
     ahead = replace(once, sizes=replace(once.sizes, async_rollout_depth=1))
@@ -227,14 +227,14 @@ def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs, epoch):
 
 
 @given(sizes, st.integers(1, 30), epochs)
-def test_between_rollouts_is_where_a_step_ends_and_the_next_one_starts_a_rollout(size, steps, epoch):
+def test_schedule_step_is_between_rollouts_if_next_step_starts_a_rollout(size, steps, epoch):
     table = table_of(size, epoch=epoch)
     row = table.micro_step(table.find_first_micro_step(steps))
     begins = (row.pass_index, row.slice_index) == (0, 0)
     assert [n for n in range(300) if table.is_between_rollouts(steps, n)] == ([row.rollout] if begins and row.rollout < 300 else [])
 
 
-def test_a_step_far_out_costs_no_more_than_the_first():
+def test_schedule_late_step_takes_no_longer_than_first():
     table = TrainingSchedule(sizes_of(3, 2, 1))
     far = next(table.from_step(10**9))
     assert far.index == 10**9 and [s.index for s in islice(table.from_step(10**9 + 1), 2)] == [10**9 + 1, 10**9 + 2]
@@ -242,7 +242,7 @@ def test_a_step_far_out_costs_no_more_than_the_first():
 
 @settings(max_examples=200)
 @given(sizes, st.integers(1, 40))
-def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_time(size, num_prompts):
+def test_schedule_epoch_ends_with_last_training_of_its_last_prompt(size, num_prompts):
     a, w, mu = size
     sizes = sizes_of(a, w, mu)
     walk = Walk(a, w, mu, num_prompts // sizes.num_rollout_prompts + 2)
@@ -257,7 +257,7 @@ def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_ti
     assert [s for s in range(last + 1) if table.ends_epoch(table.micro_step(s)) == 0] == [last]
 
 
-def test_a_tenth_of_thirty_prompts_is_three():
+def test_schedule_fraction_of_prompts_is_rounded_exactly():
     assert TrainingSchedule.from_length(sizes_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
     assert TrainingSchedule.from_length(sizes_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
     assert TrainingSchedule.from_length(sizes_of(1, 1, 1)).num_steps is None

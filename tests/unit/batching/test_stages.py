@@ -28,13 +28,13 @@ CASES = {  # layers, settings, by hand
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_counts_are_those_by_hand(name):
+def test_stage_layer_counts_by_hand(name):
     layers, settings, expected = CASES[name]
     assert layer_counts(ParallelConfig(**settings), layers) == expected
     assert sum(map(sum, expected)) == layers and list(problems(Config().with_values(settings), layers)) == []
 
 
-def test_counts_are_those_of_megatron():
+def test_stage_layer_counts_equal_megatron():
     def body(rank, world_size):
         from functools import partial
 
@@ -77,16 +77,16 @@ def test_counts_are_those_of_megatron():
         (8, {PP: 2, VPP: 2, "microbatch_group_size_per_vp_stage": 3}, "Use 2 or 4."),
     ],
 )
-def test_what_megatron_would_not_take_is_one_sentence(layers, settings, sentence):
+def test_stage_layout_rejected_by_megatron_gives_one_problem(layers, settings, sentence):
     [problem] = problems(Config().with_values(settings), layers)
     assert sentence in problem.message, problem.message
 
 
-def test_a_layout_is_written_out_as_megatron_writes_it():
+def test_stage_layout_expands_as_in_megatron():
     assert expand_layout("Et*2|(t|)*2L") == ["Ett", "t", "t", "L"] and expand_layout("Et,t|tL") == ["Ett", "tL"]
 
 
-def test_what_is_counted_needs_stages_and_the_sizes_that_are_offered_have_some(tmp_path):
+def test_stage_layout_settings_without_pipeline_are_rejected_with_valid_sizes(tmp_path):
     from megatron_grpo.core.base.errors import ConfigError
     from tests.checked import check
 
