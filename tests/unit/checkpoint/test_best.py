@@ -42,7 +42,7 @@ class Run:
 
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(("greater", "best", "limit", "kept"), [(True, 2, 2, [2, 5]), (False, 4, 1, [4, 5]), (False, 4, 3, [3, 4, 5])])
-def test_the_best_one_is_kept_and_counts_among_those_kept(tmp_path, evaluates, greater, best, limit, kept):
+def test_best_checkpoint_is_retained_within_save_total_limit(tmp_path, evaluates, greater, best, limit, kept):
     run = Run(tmp_path, greater=greater, limit=limit).go({1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.4}, evaluates=evaluates)
     assert run.folder.steps() == kept
     assert (run.written["best_global_step"], run.written["best_metric"]) == (best, 0.9 if greater else 0.1)
@@ -50,7 +50,7 @@ def test_the_best_one_is_kept_and_counts_among_those_kept(tmp_path, evaluates, g
     assert run.best.describe() == f"The best checkpoint is {run.folder.directory(best)} (reward {0.9 if greater else 0.1})."
 
 
-def test_a_number_is_of_the_checkpoint_of_its_own_step_alone(tmp_path):
+def test_best_checkpoint_uses_metric_of_its_own_step_only(tmp_path):
     run = Run(tmp_path)
     run.best.record(0, {"reward": 9.0})
     for step, told in ((1, {"loss": 0.1}), (2, {"reward": None}), (3, {"reward": float("nan")})):
@@ -63,7 +63,7 @@ def test_a_number_is_of_the_checkpoint_of_its_own_step_alone(tmp_path):
     assert run.best.step == 5
 
 
-def test_a_run_that_goes_on_knows_its_best_one_and_forgets_what_it_gave_up(tmp_path):
+def test_best_checkpoint_after_resume_ignores_abandoned_steps(tmp_path):
     Run(tmp_path, limit=None).go({1: 0.5, 2: 0.3, 3: 0.9})
     later = Run(tmp_path, limit=None)
     later.best.resume(2, is_saved=True)
@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_knows_its_best_one_and_forgets_what_it_gave_up(tmp_p
     assert later.best.step == 3 and later.written["values"] == {"1": 0.5, "2": 0.3, "3": 0.7}
 
 
-def test_the_best_one_by_another_metric_is_looked_for_anew(tmp_path):
+def test_best_checkpoint_after_metric_change_is_searched_again(tmp_path):
     Run(tmp_path).go({1: 0.5})
     other = Run(tmp_path, metric="eval/mean@1")
     other.best.resume(1, is_saved=True)

@@ -62,7 +62,7 @@ def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tm
 
 
 @pytest.mark.parametrize("content, found", [(None, None), ("5\n", 5), ("", "contains ''"), ("latest", "contains 'latest'")])
-def test_a_pointer_is_a_step_or_a_sentence(tmp_path, content, found):
+def test_checkpoint_pointer_is_a_step_or_raises_config_error(tmp_path, content, found):
     if content is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
     pointer = CheckpointDirectory(tmp_path).pointer()
@@ -79,7 +79,7 @@ def test_an_existing_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000005", "latest_checkpointed_iteration.txt"}
 
 
-def test_retention_keeps_the_newest_and_leaves_a_given_up_future_alone(tmp_path):
+def test_retention_keeps_newest_and_ignores_steps_beyond_current(tmp_path):
     folder = CheckpointDirectory(tmp_path)
     for step in (2, 4, 6, 8, 10):
         write(folder, step)
@@ -109,7 +109,7 @@ def test_retention_never_removes_the_last_good_checkpoint(tmp_path, good, limit,
     assert folder.last_good(newest) == (folder.directory(max(step for step in good if step <= newest)) if good else None)
 
 
-def test_a_mark_is_no_part_of_what_was_saved_and_goes_with_the_checkpoint(tmp_path):
+def test_good_mark_is_not_in_manifest_and_is_removed_with_checkpoint(tmp_path):
     folder = CheckpointDirectory(tmp_path)
     assert not folder.mark_good(5, trained=6) and not folder.directory(5).exists(), "it is still being written, say"
     directory = write(folder, 5)
@@ -119,7 +119,7 @@ def test_a_mark_is_no_part_of_what_was_saved_and_goes_with_the_checkpoint(tmp_pa
     assert not read_manifest(write(folder, 5, b"other weights")).is_good, "saved anew, by a run that went back"
 
 
-def test_a_mark_that_is_half_written_is_no_mark(tmp_path):
+def test_good_mark_with_partial_content_is_ignored(tmp_path):
     folder, child = CheckpointDirectory(tmp_path), None
     directory = write(folder, 5)
     child = os.fork()
@@ -200,7 +200,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_one_without_a_checksum_is_
     assert read_manifest(path.parent) == before
 
 
-def test_holds_run_and_start_afresh_know_only_what_a_run_writes(tmp_path):
+def test_holds_run_and_remove_run_ignore_files_of_the_user(tmp_path):
     from megatron_grpo.run.checkpoint.output_files import holds_run, remove_run
 
     (tmp_path / "notes.txt").write_text("mine")

@@ -53,7 +53,7 @@ def test_a_copy_of_a_model_has_the_same_fingerprint(model, tmp_path):
     assert model_fingerprint(tmp_path / "copy") == model_fingerprint(model)
 
 
-def test_vocabulary_template_and_reward_files_are_told_apart(model, tmp_path):
+def test_run_fingerprint_changes_with_vocabulary_template_and_reward_files(model, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def f(): ...\n")
     cfg = Config(rewards=RewardConfig(reward_funcs=[f"{reward}:f", "format", "json.decoder:JSONDecoder", "no.such.module:f"]))

@@ -26,7 +26,7 @@ def checkpoint(path, step=3, **settings):
     return folder.directory(step)
 
 
-def test_a_run_its_folder_of_checkpoints_and_a_checkpoint_are_the_newest_one(tmp_path):
+def test_initial_weights_from_run_or_checkpoints_folder_are_the_newest_checkpoint(tmp_path):
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 3)
     for path in (tmp_path, tmp_path / "checkpoints", newest):
@@ -37,7 +37,7 @@ def test_a_run_its_folder_of_checkpoints_and_a_checkpoint_are_the_newest_one(tmp
         read_initial_weights(newest)
 
 
-def test_what_another_program_wrote_is_refused_as_that(tmp_path):
+def test_initial_weights_of_another_program_are_rejected(tmp_path):
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(ConfigError, match="is a Megatron-Core checkpoint of another program"):
@@ -48,7 +48,7 @@ def test_what_another_program_wrote_is_refused_as_that(tmp_path):
         read_initial_weights(tmp_path / "nowhere")
 
 
-def test_other_weights_than_the_run_wants_are_refused(tmp_path):
+def test_initial_weights_of_other_kind_are_rejected(tmp_path):
     checkpoint(tmp_path, tuner_type="lora", freeze_parameters=["model.embed"])
     cfg = resolve(["--mcore_model", str(tmp_path)])
     assert [problem.flags[1] for problem in initial_weights_problems(cfg, ValidatedInputs())] == ["tuner_type", "freeze_parameters"]
@@ -65,7 +65,7 @@ def test_other_weights_than_the_run_wants_are_refused(tmp_path):
         ("--resume x --finetune false --no_load_optim true", None, "x"),
     ],
 )
-def test_finetune_says_which_of_the_two_is_meant(words, begins, resume):
+def test_finetune_flag_selects_initial_weights_or_resume(words, begins, resume):
     cfg = resolve(words.split())
     assert (cfg.run.mcore_model, cfg.run.resume) == (begins, resume) and validate(cfg) == []
 
@@ -79,6 +79,6 @@ def test_finetune_says_which_of_the_two_is_meant(words, begins, resume):
         ("--mcore_model x --tuner_type lora", "is not supported with tuner_type lora"),
     ],
 )
-def test_what_names_no_beginning_is_refused(words, said):
+def test_initial_weights_settings_without_path_are_rejected(words, said):
     [problem] = validate(resolve(words.split()))
     assert said in problem.message

@@ -47,14 +47,14 @@ def as_a_run_leaves_it(out) -> None:
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_file_that_no_run_wrote_is_refused_whatever_was_asked_and_nothing_is_written(tmp_path, name, how):
+def test_output_dir_with_foreign_file_is_rejected_without_writing(tmp_path, name, how):
     put(tmp_path / name)
     said = refusal(tmp_path, **how)
     assert f"{tmp_path}/{name.partition('/')[0]}" in said and "was not written by `train`" in said
     assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_a_run_or_a_version_without_marks_wrote_is_not_refused(tmp_path):
+def test_output_dir_of_run_with_or_without_marks_is_accepted(tmp_path):
     as_a_run_leaves_it(tmp_path / "new")
     put(tmp_path / "old" / "metrics.jsonl")
     put(tmp_path / "old" / "run.lock", "")
@@ -65,7 +65,7 @@ def test_what_a_run_or_a_version_without_marks_wrote_is_not_refused(tmp_path):
     assert find_checkpoints(tmp_path / "beside", overwrites=True, environ={}).wipes
 
 
-def test_the_folder_of_an_evaluation_is_not_a_runs_nor_the_other_way_round(tmp_path):
+def test_output_dir_of_evaluation_is_rejected_for_training_and_vice_versa(tmp_path):
     put(tmp_path / "evaluations.jsonl")
     write_mark(tmp_path, "eval")
     assert "was not written by `train`" in refusal(tmp_path)
@@ -85,7 +85,7 @@ def test_a_dangling_link_and_a_file_for_a_folder_are_refused_in_a_runs_own_folde
     assert f"{tmp_path}/{name} is a f" in refusal(tmp_path, overwrites=True)
 
 
-def test_starting_afresh_removes_what_a_run_wrote_and_nothing_beside_it(tmp_path):
+def test_overwrite_output_dir_removes_only_files_of_a_run(tmp_path):
     as_a_run_leaves_it(tmp_path / "out")
     theirs = ("notes.txt", "checkpoints/best_of_all/weights", "plots/mine.png", "hf/model.gguf", "completions/labelled.csv")
     for name in theirs:
@@ -107,13 +107,13 @@ def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path):
     assert (tmp_path / "out" / "checkpoints").is_symlink() and not list((tmp_path / "scratch").iterdir())
 
 
-def test_an_hf_that_no_run_wrote_is_refused_before_the_run_and_not_at_its_end(tmp_path):
+def test_output_dir_with_foreign_hf_folder_is_rejected_before_training(tmp_path):
     claim(tmp_path)
     put(tmp_path / "hf" / "config.json")
     assert "which is not from an export of this program" in refusal(tmp_path)
 
 
-def test_the_exports_of_a_version_without_marks_are_taken_over(tmp_path):
+def test_output_dir_exports_without_marks_are_marked(tmp_path):
     put(tmp_path / "run.lock", "")
     put(tmp_path / "hf" / "config.json")
     find_checkpoints(tmp_path, environ={})
@@ -122,7 +122,7 @@ def test_the_exports_of_a_version_without_marks_are_taken_over(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["absent", "empty"])
-def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
+def test_output_dir_with_records_but_no_checkpoints_is_rejected(tmp_path, lost):
     """Scratch is not mounted, and the job is started again."""
     as_a_run_leaves_it(tmp_path)
     write_mark(tmp_path, "train", saved=40)
@@ -138,13 +138,13 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
     assert find_checkpoints(tmp_path, overwrites=True, environ={}).wipes, "who says so loses them"
 
 
-def test_records_of_a_run_that_was_killed_before_its_first_checkpoint_are_replaced(tmp_path):
+def test_output_dir_of_run_killed_before_first_checkpoint_is_reused(tmp_path):
     claim(tmp_path)
     put(tmp_path / "metrics.jsonl", json.dumps({"step": 1}) + "\n")
     assert "the run starts again and replaces them" in find_checkpoints(tmp_path, environ={}).notes[0]
 
 
-def test_a_folder_that_was_removed_and_made_again_is_noticed(tmp_path):
+def test_output_dir_removed_and_recreated_is_detected(tmp_path):
     claim(tmp_path / "out")
     check_output_dir(tmp_path / "out")
     (tmp_path / "out" / MARK).unlink()
@@ -152,7 +152,7 @@ def test_a_folder_that_was_removed_and_made_again_is_noticed(tmp_path):
         check_output_dir(tmp_path / "out")
 
 
-def test_the_pictures_of_a_run_are_in_its_list():
+def test_output_files_list_contains_every_plot():
     from megatron_grpo.run.metrics.plots import PLOTS
 
     assert {f"{plot.file}.png" for plot in PLOTS} <= set(WRITTEN_BY_A_RUN["plots"])

@@ -64,12 +64,12 @@ def find_step(resume) -> int | None:
 # -- what may change -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_refusal_says_why():
+def test_resume_settings_that_are_rejected_have_a_reason():
     refused = {setting.name for setting in table().values() if setting.on_resume == "refused"}
     assert refused | set(_REFERENCE_SETTINGS) | set(FLAGS) == set(_WHY)  # none forgotten, none that may change
 
 
-def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
+def test_resume_without_changes_reports_none(tmp_path):
     saved(tmp_path, 4)
     resume = judged(tmp_path)
     assert resume.candidates[0].changes == () and resume.notes == ()
@@ -79,7 +79,7 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
     ]
 
 
-def test_the_newest_is_continued_and_it_is_said_whether_it_is_good_and_which_one_is(tmp_path):
+def test_resume_continues_newest_checkpoint_and_reports_last_good_one(tmp_path):
     for step in (2, 4, 6):
         saved(tmp_path, step)
     CheckpointDirectory(tmp_path / "checkpoints").mark_good(2, trained=3)
@@ -97,7 +97,7 @@ REFUSED = {"dataset_drop_last": ("false", "true"),
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_must_not_change_is_refused_with_both_values(tmp_path, name):
+def test_resume_with_changed_fixed_setting_is_rejected_with_both_values(tmp_path, name):
     was, now = REFUSED[name]
     saved(tmp_path, 4)
     assert f"{name} is {now}, but was {was} for {tmp_path}/checkpoints/iter_0000004" in refusal(judged, tmp_path, f"--{name}", now)
@@ -107,7 +107,7 @@ MOVING = ["--beta", "0.1", "--sync_ref_model", "true"]
 
 
 @pytest.mark.parametrize("flags, verdict", [(MOVING[2:], None), (MOVING[:2], None), (MOVING, "sync_ref_model is true")])
-def test_a_reference_in_the_checkpoint_must_be_wanted_and_a_wanted_one_be_there(tmp_path, flags, verdict):
+def test_resume_with_reference_model_in_one_of_run_and_checkpoint_only_is_rejected(tmp_path, flags, verdict):
     saved(tmp_path, 4)
     if verdict:
         assert verdict in refusal(judged, tmp_path, *flags)
@@ -115,7 +115,7 @@ def test_a_reference_in_the_checkpoint_must_be_wanted_and_a_wanted_one_be_there(
         assert len(judged(tmp_path, *flags).candidates[0].changes) == 1
 
 
-def test_where_the_optimizer_is_may_change(tmp_path):
+def test_resume_with_changed_optimizer_offload_is_accepted(tmp_path):
     saved(tmp_path, 4)
     for flags in (["--offload_optimizer", "true", "--offload_model", "true"], ["--optimizer_cpu_offload", "true"]):
         assert judged(tmp_path, *flags).candidates[0].changes == ()
@@ -128,7 +128,7 @@ def test_another_model_vocabulary_or_data_set_is_refused(tmp_path, name, says):
     assert f"The {name} ({says}) is not the one of {tmp_path}/checkpoints/iter_0000004 ({CONTENTS[name]})" in told
 
 
-def test_what_may_change_is_a_difference_that_is_said(tmp_path):
+def test_resume_with_changed_free_setting_is_reported(tmp_path):
     saved(tmp_path, 4)
     flags = ["--lr", "1e-4", "--loss_type", "dapo", "--temperature", "0.7", "--max_completion_length", "9", "--save_steps", "7"]
     resume = judged(tmp_path, *flags, content={**CONTENTS, "reward r.py:f": "5e"})
@@ -142,7 +142,7 @@ def test_what_may_change_is_a_difference_that_is_said(tmp_path):
     ]
 
 
-def test_sizes_and_temperature_may_change_between_rollouts_and_not_while_rows_wait(tmp_path):
+def test_resume_with_changed_sizes_is_rejected_while_samples_are_pending(tmp_path):
     saved(tmp_path / "between", 4)
     saved(tmp_path / "within", 5, buffer=8)
     changes = ["--global_batch_size", "4", "--temperature", "0.5"]
@@ -157,7 +157,7 @@ LOOKS = {"--beta": "0.1", "--entropy_coef": "0.1", "--compute_zero_advantage_row
 
 
 @pytest.mark.parametrize("flag", LOOKS)
-def test_settings_that_look_at_rows_without_a_gradient_change_between_rollouts_alone(tmp_path, flag):
+def test_resume_with_changed_zero_gradient_settings_is_accepted_between_rollouts_only(tmp_path, flag):
     """Such rows have no old log-probs. What looked at them before has left out nothing."""
     saved(tmp_path / "between", 4)
     saved(tmp_path / "within", 5, buffer=8)
@@ -169,7 +169,7 @@ def test_settings_that_look_at_rows_without_a_gradient_change_between_rollouts_a
     assert find_step(judged(tmp_path / "within", "--loss_type", "dapo")) == 5
 
 
-def test_another_layout_is_said_and_not_refused_and_other_micro_batches_are_no_change(tmp_path):
+def test_resume_with_other_layout_is_reported_and_other_micro_batch_size_is_not(tmp_path):
     saved(tmp_path, 4)
     layout = "--world_size 4 --tensor_model_parallel_size 2 --micro_batch_size 2 --max_tokens_per_micro_batch 900".split()
     resume = judged(tmp_path, *layout)
@@ -179,13 +179,13 @@ def test_another_layout_is_said_and_not_refused_and_other_micro_batches_are_no_c
     ]
 
 
-def test_a_run_that_has_reached_its_end_says_that_nothing_is_left(tmp_path):
+def test_resume_of_complete_run_reports_that_it_is_complete(tmp_path):
     saved(tmp_path, 9)
     resume = judged(tmp_path)
     assert "The run is complete (9 optimizer steps)." in resume.lines(resume.candidates[0])[-1]
 
 
-def test_contents_are_either_refused_or_said():
+def test_resume_with_changed_content_is_rejected_or_reported():
     before, now = RunFingerprint(content=dict(a="1", model="1", gone="1")), RunFingerprint(content=dict(a="2", model="2", new="1"))
     assert {change.name: change.verdict for change in changes_since(before, now)} == {"a": "said", "model": "refused"}
     assert {setting.on_resume for setting in table().values()} == {"refused", "between", "said", "free"}
@@ -194,7 +194,7 @@ def test_contents_are_either_refused_or_said():
 # -- which checkpoint ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_newer_checkpoint_is_used_beside_an_older_pointer_and_it_is_said(tmp_path):
+def test_resume_prefers_newer_checkpoint_over_older_pointer_with_note(tmp_path):
     for step in (2, 4):
         saved(tmp_path, step)
     (tmp_path / "checkpoints" / POINTER).write_text("2\n")
@@ -233,7 +233,7 @@ def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentenc
     (lambda path: (path / "common.pt").unlink(), "is missing"),
     (lambda path: (path / "manifest.json").write_text("{}"), "cannot be read"),
 ], ids=["cut", "missing", "manifest"])  # fmt: skip
-def test_what_can_be_seen_of_damage_is_seen_before_anything_starts(tmp_path, harm, says):
+def test_resume_detects_damaged_checkpoint_before_start(tmp_path, harm, says):
     for step in (2, 4):
         saved(tmp_path, step)
     harm(tmp_path / "checkpoints" / "iter_0000004")
@@ -244,7 +244,7 @@ def test_what_can_be_seen_of_damage_is_seen_before_anything_starts(tmp_path, har
     assert "No usable checkpoint" in refusal(judged, tmp_path)
 
 
-def test_another_runs_checkpoint_is_not_continued_into_a_folder_that_holds_a_run(tmp_path):
+def test_resume_from_another_run_into_used_output_dir_is_rejected(tmp_path):
     saved(tmp_path / "theirs", 4)
     saved(tmp_path / "mine", 2)
     other = ["--resume", str(tmp_path / "theirs")]
@@ -254,7 +254,7 @@ def test_another_runs_checkpoint_is_not_continued_into_a_folder_that_holds_a_run
     assert find_step(judged(tmp_path / "theirs", "--resume", str(tmp_path / "theirs" / "checkpoints" / "iter_0000004"))) == 4
 
 
-def test_resume_never_and_overwrite_say_what_they_mean(tmp_path):
+def test_resume_never_and_overwrite_output_dir_have_documented_effect(tmp_path):
     saved(tmp_path, 4)
     assert "contains an earlier run, but resume is never" in refusal(judged, tmp_path, "--resume", "never")
     for resume in ("never", "auto"):
@@ -273,7 +273,7 @@ def test_resume_never_and_overwrite_say_what_they_mean(tmp_path):
     {"SLURM_JOB_ID": "77"},
     {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "0"},
 ], ids=["elastic", "requeued", "this job", "this launch"])  # fmt: skip
-def test_a_restart_removes_nothing_and_goes_on(tmp_path, flags, environ):
+def test_resume_after_restart_removes_nothing(tmp_path, flags, environ):
     saved(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"})
     resume = judged(tmp_path, *flags, environ=environ)
     assert not resume.wipes and find_step(resume) == 4
@@ -293,7 +293,7 @@ def test_a_restart_before_the_first_checkpoint_does_not_continue_the_run_that_wa
     assert "was written by another job (SLURM_JOB_ID=77, not 78)" in told
 
 
-def test_a_restart_of_a_run_that_began_from_another_continues_from_its_own_checkpoints(tmp_path):
+def test_resume_after_restart_uses_own_checkpoints_and_not_resume_path(tmp_path):
     saved(tmp_path / "theirs", 4)
     saved(tmp_path / "mine", 6)
     resume = judged(tmp_path / "mine", "--resume", str(tmp_path / "theirs"), environ={"TORCHELASTIC_RESTART_COUNT": "1"})
@@ -305,12 +305,12 @@ def test_a_checkpoint_records_the_job_that_wrote_it(tmp_path):
     assert judged(tmp_path, environ=environ).origin.job == {"SLURM_JOB_ID": "77"}
 
 
-def test_judging_needs_no_torch(tmp_path):
+def test_resume_plan_imports_no_torch(tmp_path):
     code = "import sys, megatron_grpo.run.checkpoint.resume, megatron_grpo.run.checkpoint.fingerprints; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_find_checkpoints_alone_says_where_a_run_would_go_on(tmp_path):
+def test_find_checkpoints_without_settings_returns_resume_step(tmp_path):
     saved(tmp_path, 4)
     assert find_step(find_checkpoints(tmp_path, environ={})) == 4
 
@@ -339,7 +339,7 @@ def test_a_template_that_prints_the_date_prints_that_of_the_run_that_is_continue
         assert rendered(tmp_path / out, *flags) == today, out
 
 
-def test_another_day_of_the_template_is_a_difference_that_is_said(tmp_path):
+def test_resume_on_another_template_date_is_reported(tmp_path):
     saved(tmp_path, 2, content={**CONTENTS, DAY: "2026-01-02"})
     [difference] = judged(tmp_path, content={**CONTENTS, DAY: "2026-01-03"}).candidates[0].changes
     assert str(difference) == "day that the chat template prints  2026-01-02 -> 2026-01-03"

@@ -22,7 +22,7 @@ def drawn():
     return random.random(), random.gauss(0, 1), float(np.random.normal()), float(torch.rand(()))
 
 
-def test_what_was_collected_is_restored_to_the_bit_also_half_way_through_a_pair_of_gaussians(tmp_path):
+def test_rng_state_is_restored_exactly_within_a_pair_of_gaussians(tmp_path):
     random.gauss(0, 1), np.random.normal()
     (tmp_path / "rng.npz").write_bytes(rng_state.gather_states())
     before, numbers = rng_state.states(), drawn()

@@ -79,7 +79,7 @@ def evil_common(folder, proof):
 
 
 @pytest.mark.parametrize("attack", [evil_metadata, evil_object_for_a_tensor, evil_common])
-def test_nothing_in_a_checkpoint_runs(checkpoint, tmp_path, attack):
+def test_safe_unpickle_executes_no_code(checkpoint, tmp_path, attack):
     proof = tmp_path / "it ran"
     attack(checkpoint, proof)
     with pytest.raises((UnsafePickleError, dcp.api.CheckpointException)) as caught, without_code_execution(checkpoint):
@@ -99,7 +99,7 @@ def test_nothing_in_a_checkpoint_runs(checkpoint, tmp_path, attack):
      ("torch.serialization", "load"), ("pathlib", "os.system"), ("collections", "namedtuple"),
      ("torch.distributed.checkpoint.filesystem", "os.system"), ("importlib", "import_module")],
 )  # fmt: skip
-def test_a_description_may_name_nothing_that_does_something(checkpoint, module, name):
+def test_safe_unpickle_rejects_globals_with_side_effects(checkpoint, module, name):
     def text(word):
         return b"\x8c" + bytes([len(word)]) + word.encode()
 
@@ -119,7 +119,7 @@ class Asks:
 
 
 @pytest.mark.parametrize(("of", "name"), [(MetadataIndex, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), ("text", "format")])
-def test_a_description_gets_no_attribute_but_the_member_of_an_enumeration(checkpoint, of, name):
+def test_safe_unpickle_allows_getattr_for_enum_members_only(checkpoint, of, name):
     def change(metadata):
         metadata.planner_data = Asks(of, name)
 
@@ -128,7 +128,7 @@ def test_a_description_gets_no_attribute_but_the_member_of_an_enumeration(checkp
         dcp.FileSystemReader(checkpoint).read_metadata()
 
 
-def test_a_member_of_an_enumeration_is_read_however_python_has_pickled_it(checkpoint):
+def test_safe_unpickle_reads_enum_members_of_every_pickle_form(checkpoint):
     def change(metadata):
         metadata.planner_data = Asks(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
 
@@ -139,7 +139,7 @@ def test_a_member_of_an_enumeration_is_read_however_python_has_pickled_it(checkp
 
 
 @pytest.mark.parametrize("path", ["../../elsewhere", "..", ".", "", "/etc/passwd", "../checkpoint/__0_0.distcp", ["__0_0.distcp"]])
-def test_a_description_leads_to_no_file_outside(checkpoint, path):
+def test_safe_unpickle_rejects_metadata_with_paths_outside_checkpoint(checkpoint, path):
     def change(metadata):
         for part in metadata.storage_data.values():
             part.relative_path = path
@@ -178,7 +178,7 @@ class Writer(pickle._Pickler):
     [Builds(MetadataIndex, __eq__=torch.Size), Builds(torch.Size, fields=1), Builds(MetadataIndex("a"), __class__=BytesStorageMetadata),
      Builds(MetadataIndex("a"), unknown=1)],
 )  # fmt: skip
-def test_a_description_sets_nothing_but_fields_of_descriptions(checkpoint, builds):
+def test_safe_unpickle_rejects_state_of_other_classes(checkpoint, builds):
     metadata, stream = pickle.loads((checkpoint / ".metadata").read_bytes()), io.BytesIO()
     metadata.planner_data = builds
     Writer(stream, 4).dump(metadata)
@@ -190,13 +190,13 @@ def test_a_description_sets_nothing_but_fields_of_descriptions(checkpoint, build
 
 
 @pytest.mark.parametrize("said", [{"sharded_backend": "zarr"}, {"sharded_backend": "torch_dist", "common_backend": "pickle"}, {}])
-def test_a_checkpoint_chooses_no_other_reader(checkpoint, said):
+def test_safe_unpickle_rejects_checkpoint_that_names_another_loader(checkpoint, said):
     (checkpoint / "metadata.json").write_text(json.dumps(said))
     with pytest.raises(UnsafePickleError, match="Supported: 'torch_dist' and 'torch'"), without_code_execution(checkpoint):
         pass
 
 
-def test_an_honest_checkpoint_is_read_and_torch_is_as_it_was(checkpoint):
+def test_safe_unpickle_reads_valid_checkpoint_and_restores_torch(checkpoint):
     load, pickles = torch.load, filesystem.pickle
     with without_code_execution(checkpoint):
         state, common = read(checkpoint)
@@ -206,7 +206,7 @@ def test_an_honest_checkpoint_is_read_and_torch_is_as_it_was(checkpoint):
     assert torch.load is load and filesystem.pickle is pickles
 
 
-def test_layers_get_nothing_to_unpickle():
+def test_safe_unpickle_passes_no_pickled_extra_state_to_layers():
     held, empty = io.BytesIO(), io.BytesIO()
     torch.save({"scale": 1}, held)
     torch.save(None, empty)

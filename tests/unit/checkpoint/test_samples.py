@@ -127,7 +127,7 @@ def change_header(path, change):
         np.savez(stream, **arrays | {"header": np.array(json.dumps(header))})
 
 
-def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
+def test_samples_file_without_a_field_gives_its_default(tmp_path):
     (tmp_path / "file").write_bytes(serialize_samples([row(3, where="there", starts=(0, 1))]))
     change_header(tmp_path / "file", lambda header: [header["kinds"]["Row"].pop(name) for name in ("where", "starts")])
     [back] = read_samples(tmp_path / "file", Row)
@@ -143,7 +143,7 @@ def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
     (lambda header: header["kinds"]["Row"].update(number="str"), "Row.number as str; in megatron_grpo 0.1.0 it is int"),
     (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads format 2"),
 ], ids=["field", "kind", "type", "format"])  # fmt: skip
-def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_it(tmp_path, change, says):
+def test_samples_file_with_unknown_content_is_rejected_with_writer_version(tmp_path, change, says):
     (tmp_path / "file").write_bytes(serialize_samples([row(3)]))
     change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
     for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable_reason(tmp_path / "file", Row))):

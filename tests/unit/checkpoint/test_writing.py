@@ -35,7 +35,7 @@ from tests.checkpoint_files import fingerprints
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.integers(1, 9), st.booleans()), max_size=12))
-def test_each_tensor_with_a_main_replica_is_written_once_by_a_rank_that_holds_it(tensors):
+def test_divide_tensors_assigns_each_tensor_to_one_rank_that_has_it(tensors):
     held = [
         [(n, size, is_rank_zero and rank == min(ranks)) for n, (ranks, size, is_rank_zero) in enumerate(tensors) if rank in ranks]
         for rank in range(5)
@@ -46,7 +46,7 @@ def test_each_tensor_with_a_main_replica_is_written_once_by_a_rank_that_holds_it
         assert len(writers) == is_rank_zero and writers <= ranks
 
 
-def test_the_bytes_are_dealt_evenly():
+def test_divide_tensors_balances_bytes_over_ranks():
     sizes = [512, 512, 512, 512, 300, 300, 200, 100, 8, 8, 8, 8]
     given = divide_tensors([[(number, size, rank == 0) for number, size in enumerate(sizes)] for rank in range(4)])
     loads = [sum(sizes[number] for number in names) for names in given]
@@ -60,7 +60,7 @@ def piece(offset, shape, whole=(4, 4), key="w"):
     return PlacedShard(Shard(key, offset, shape, whole, torch.float32), 0, 64)
 
 
-def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names():
+def test_serialized_metadata_is_readable_by_torch():
     said = serialize_metadata(
         [
             ("__0_0.distcp", [piece((0, 0), (2, 4)), PlacedShard(Shard("object"), 64, 8)]),
@@ -76,13 +76,13 @@ def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names()
 
 @pytest.mark.parametrize("second", [[], [piece((1, 0), (3, 4))], [piece((0, 0), (2, 4))], [piece((2, 0), (3, 4))]],
                          ids=["gap", "overlap", "twice", "outside"])  # fmt: skip
-def test_pieces_that_are_not_the_whole_are_refused(second):
+def test_shard_check_rejects_incomplete_pieces(second):
     with pytest.raises(MissingShardError, match="w"):
         serialize_metadata([("__0_0.distcp", [piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
 
 
 @given(shape=st.lists(st.integers(1, 4), max_size=3).map(tuple), data=st.data())
-def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape, data):
+def test_shard_check_accepts_boxes_that_cover_each_element_once(shape, data):
     """Against counting: runs of a tensor cut anywhere, as boxes, of which some are lost, doubled or moved."""
     size = prod(shape)
     places = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
@@ -109,7 +109,7 @@ def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape
 # ---- files -------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_hashed_while_it_is_written_is_the_file(tmp_path):
+def test_write_pieces_hash_equals_hash_of_file(tmp_path):
     pieces = [(Shard("a", (0,), (5,), (5,), torch.float32), torch.arange(5.0)), (Shard("object"), b"bytes"),
               (Shard("b", (0, 0), (3, 2), (3, 2), torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16))]  # fmt: skip
     entry, placed = write_pieces(tmp_path / "file", pieces)
@@ -151,7 +151,7 @@ def test_a_rank_that_writes_nothing_leaves_no_file(tmp_path):
 # ---- copies ------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_stays_as_it_was_and_its_memory_is_used_again():
+def test_staging_copy_is_independent_and_reuses_memory():
     staging, source = Staging(), [torch.arange(7.0), torch.arange(6, dtype=torch.int8).view(2, 3), torch.arange(9.0).bfloat16()]
     before = [tensor.clone() for tensor in source]
     pieces = [(Shard(str(n)), tensor) for n, tensor in enumerate(source)] + [(Shard("object"), b"bytes")]
@@ -167,7 +167,7 @@ def test_a_copy_stays_as_it_was_and_its_memory_is_used_again():
     assert [contents.data_ptr() for _, contents in again] == places
 
 
-def test_what_goes_wrong_beside_is_raised_where_somebody_asks():
+def test_background_save_error_is_raised_when_awaited():
     held = threading.Event()
 
     def work():
