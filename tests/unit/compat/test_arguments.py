@@ -22,7 +22,7 @@ def value(cfg, name: str):
     return getattr(getattr(cfg, table()[name].group), name)
 
 
-def test_every_argument_has_a_row_on_the_page_of_its_system():
+def test_argument_pages_have_one_row_per_argument():
     for system in SYSTEMS:
         listed, section = [], ""
         for line in arguments.make_page(system).splitlines():
@@ -40,13 +40,13 @@ def test_the_index_has_the_counts_of_each_system():
         assert f"| {title} | `{system}` | " + " | ".join(map(str, arguments.count_kinds(system))) + " |" in index
 
 
-def test_the_list_of_trl_is_that_of_the_installed_one():
+def test_trl_argument_list_equals_installed_trl():
     """Names and defaults; `python tools/their_arguments.py trl` writes it anew."""
     assert arguments.read_arguments("trl")[1] == their_arguments.read_trl("")[1]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_no_row_is_empty_and_every_setting_in_it_exists(system):
+def test_argument_rows_are_not_empty_and_name_existing_settings(system):
     rows = list(arguments.iterate_arguments(system))
     assert len(rows) > 150
     assert [name for name, _, what, _ in rows if not what or what.endswith(": ")] == []
@@ -75,7 +75,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_default_of_theirs_that_is_not_ours_is_used(system):
+def test_framework_defaults_that_differ_from_native_ones_are_applied(system):
     """With nothing typed, the configuration holds what their list has, wherever one of their names is one of our settings.
 
     `none` is no default but what their program works out.
@@ -131,7 +131,7 @@ def read_together(module) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("system", ["skyrl", "verl", "slime", "trl"])
-def test_a_default_that_a_translation_falls_back_to_is_that_of_their_class(system):
+def test_translation_fallback_defaults_equal_class_defaults(system):
     """Names that are read together have their defaults in `fallbacks` of the table; others are false, 0 or none."""
     dialect = DIALECTS[system]
     theirs = {dialect.row(name)[0]: default for name, default in arguments.read_arguments(arguments.SYSTEMS[system][0])[1].items()}
@@ -148,7 +148,7 @@ def test_a_default_that_a_translation_falls_back_to_is_that_of_their_class(syste
 
 
 @pytest.mark.parametrize("system", ["swift-megatron", "ms-swift", *SYSTEMS])
-def test_every_name_in_a_rule_is_a_setting_or_a_name_of_the_system(system):
+def test_framework_rules_name_existing_settings_or_arguments(system):
     """A condition on a misspelt name would never hold."""
     dialect = DIALECTS[system]
 
@@ -176,7 +176,7 @@ def test_every_name_in_a_rule_is_a_setting_or_a_name_of_the_system(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_what_is_refused_is_refused_in_the_words_of_its_row_and_what_is_set_aside_is_listed(system):
+def test_framework_arguments_are_rejected_or_listed_with_text_of_their_row(system):
     dialect = DIALECTS[system]
     rows = {name: dialect.row(name)[1] for name, *_ in arguments.iterate_arguments(system) if dialect.size(name) is None}
     tasks = {name for name, row in rows.items() if row is not None and row.is_task}  # of which nothing else is said
@@ -194,7 +194,7 @@ def test_what_is_refused_is_refused_in_the_words_of_its_row_and_what_is_set_asid
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_setting_of_ours_is_not_refused_under_its_own_name(system):
+def test_native_setting_names_are_not_rejected_by_frameworks(system):
     """Settings that arrive here must leave the tables of what is not there. Named are those that mean another thing in their program."""
     means_another = {
         "swift-megatron": {"reward_model", "resume_from_checkpoint", "vllm_data_parallel_size"},

@@ -21,7 +21,7 @@ def values(config: Config) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("dialect", ["verl", "slime"])
-def test_the_command_after_is_the_script_before(dialect, tmp_path):
+def test_coming_from_page_native_command_equals_framework_script(dialect, tmp_path):
     chapter = PAGE.read_text().split(f"## {dialect}\n")[1].split("\n## ")[0]
     before, after = re.findall(r"```\n(.*?)```", chapter, re.DOTALL)
     script = tmp_path / "before.sh"

@@ -30,7 +30,7 @@ def values(cfg, names) -> dict:
 
 
 @pytest.mark.parametrize("dialect", DEFAULTS)
-def test_defaults_that_nobody_typed_are_those_of_the_system(dialect):
+def test_framework_defaults_apply_to_settings_not_given(dialect):
     cfg = check(["--dialect", dialect]).config
     assert values(cfg, DEFAULTS[dialect]) == DEFAULTS[dialect]
 
@@ -123,7 +123,7 @@ TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
         ("trl", "--loss_type grpo", dict(epsilon_high=None)),
     ],
 )
-def test_names_that_are_read_together(dialect, words, found):
+def test_framework_arguments_read_together_give_native_values(dialect, words, found):
     cfg = check_parsed(parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)).config
     assert values(cfg, found) == found
 
@@ -134,7 +134,7 @@ def test_names_that_are_read_together(dialect, words, found):
         ("--policy.optimizer_config.adam_betas 0.8", "requires two numbers, not '0.8'"),
     ],
 )
-def test_what_skyrl_would_not_take_is_refused(words, says):
+def test_skyrl_arguments_invalid_in_skyrl_are_rejected(words, says):
     with pytest.raises(ConfigError) as error:
         check(["--dialect", "skyrl", *words.split()])
     assert any(says in problem.message for problem in error.value.problems)
@@ -152,13 +152,13 @@ def test_what_skyrl_would_not_take_is_refused(words, says):
         ("skyrl", "trainer.project_name=ours trainer.run_name=mine", dict(project="ours", run_name="mine")),
     ],
 )
-def test_names_of_services_and_of_the_hub(dialect, words, found):
+def test_framework_tracker_and_hub_arguments_are_translated(dialect, words, found):
     parsed = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)
     assert parsed.problems == [] and values(parsed.config, found) == found
     assert ("has no effect without push_to_hub" in " ".join(parsed.notes)) == ("hub_model_id" in found and not found["push_to_hub"])
 
 
-def test_a_kl_that_was_typed_is_no_default():
+def test_framework_kl_default_does_not_replace_given_value():
     format_value = {
         words: [row.name for row in parse(["--dialect", "skyrl", *words.split()], dialects=lambda: DIALECTS).defaults]
         for words in ("", "--algorithm.kl_loss_coef 0.5")
@@ -166,7 +166,7 @@ def test_a_kl_that_was_typed_is_no_default():
     assert ["beta" in names or "algorithm.kl_loss_coef" in names for names in format_value.values()] == [True, False]
 
 
-def test_values_are_shown_as_one_types_them():
+def test_format_value_returns_command_line_form():
     typed = [format_value(value) for value in (None, True, False, 1, 0, 0.5, "False", [1, False, "x"])]
     assert typed == ["none", "true", "false", "1", "0", "0.5", "False", "1 false x"]
 
@@ -182,7 +182,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize(("dialect", "words", "wanted"), TURNS, ids=[words for _, words, _ in TURNS])
-def test_turns_mean_what_they_mean_there(dialect, words, wanted):
+def test_framework_turn_limits_are_translated(dialect, words, wanted):
     """TRL counts rounds of tools: the model speaks once more than that. Megatron-SWIFT's use_gym_env adds a reward."""
     assert values(check(["--dialect", dialect, *words.split()]).config, wanted) == wanted
 
@@ -207,7 +207,7 @@ def test_turns_mean_what_they_mean_there(dialect, words, wanted):
          dict(reward_funcs=["math"])),
     ],
 )  # fmt: skip
-def test_what_decides_rewards_and_episodes_there_is_listed_where_something_of_the_run_replaces_it(dialect, words, note, found):
+def test_framework_reward_and_episode_arguments_with_native_replacement_are_listed(dialect, words, note, found):
     parsed = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)
     assert not parsed.problems and values(parsed.config, found) == found
     assert any(line.startswith(f"What differs: {note}") for line in parsed.notes), parsed.notes
@@ -222,12 +222,12 @@ def test_what_decides_rewards_and_episodes_there_is_listed_where_something_of_th
         ("skyrl", "trainer.algorithm.use_tis=true", "use_tis requires tis_imp_ratio_cap, in SkyRL too, whose default (-1)"),
     ],
 )
-def test_what_nothing_replaces_is_refused_and_names_our_own_way(dialect, words, said):
+def test_framework_reward_and_episode_arguments_without_replacement_are_rejected(dialect, words, said):
     problems = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS).problems
     assert any(said in problem.message for problem in problems), problems
 
 
-def test_a_reward_of_ours_is_ours_under_the_dialects_of_swift():
+def test_swift_reward_funcs_accept_native_reward_names():
     """GRPO there cannot call the class that it registers as `math`."""
     for dialect in ("swift", "ms-swift"):
         parsed = parse(["--dialect", dialect, "--reward_funcs", "math", "accuracy_is_mine"], dialects=lambda: DIALECTS)
@@ -236,7 +236,7 @@ def test_a_reward_of_ours_is_ours_under_the_dialects_of_swift():
 
 
 @pytest.mark.parametrize("dialect", ["swift", "ms-swift"])
-def test_the_place_of_the_kl_follows_the_estimator_in_both_trainers_of_swift(dialect):
+def test_swift_kl_in_reward_follows_advantage_estimator(dialect):
     """ms-swift 4.6.0: `_init_grpo` of rlhf_args.py and of megatron_args.py."""
 
     def found(*words: str):
@@ -257,6 +257,6 @@ def test_skyrl_splits_sequences_with_its_default_strategy():
     assert "splits sequences only with FSDP" in problem.message
 
 
-def test_a_limit_of_length_that_is_of_a_turn_there_is_said():
+def test_swift_completion_length_limit_per_turn_is_noted():
     notes = " ".join(parse(["--dialect", "swift", "--gym_env", "e.py:E"], dialects=lambda: DIALECTS).notes)
     assert "completion_length_limit_scope per_round" in notes and "max_turns is unlimited by default" in notes

@@ -44,7 +44,7 @@ megatron rlhf \\
 """
 
 
-def test_a_megatron_swift_script_is_understood_in_full(tmp_path):
+def test_megatron_swift_script_is_translated_completely(tmp_path):
     script = tmp_path / "grpo.sh"
     script.write_text(SWIFT_SCRIPT)
     checked = check(["--config", str(script), "--dialect", "swift"])
@@ -59,7 +59,7 @@ def test_a_megatron_swift_script_is_understood_in_full(tmp_path):
     assert not set(parsed.aside["grpo.sh"]) & {"reward_funcs", "lr", "epsilon", "top_k", "max_length"}
 
 
-def test_each_default_that_differs_and_was_not_typed_is_used_and_shown_once(tmp_path, capsys):
+def test_framework_defaults_that_differ_are_applied_and_shown_once(tmp_path, capsys):
     cfg = read("swift")
     for name, theirs in {"beta": 0.04, "lr": 1e-5, "lr_decay_style": "cosine", "weight_decay": 0.1, "temperature": 0.9}.items():
         assert value(cfg, name) == theirs
@@ -72,7 +72,7 @@ def test_each_default_that_differs_and_was_not_typed_is_used_and_shown_once(tmp_
     assert value(read("swift", "--beta", "0.0"), "beta") == 0.0
 
 
-def test_a_teacher_inside_megatron_is_the_one_that_the_ranks_hold(tmp_path):
+def test_megatron_swift_teacher_becomes_teacher_model_of_the_ranks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     group = ["--n_samples_per_prompt", "2", "--opd_kl_coef", "0.5"]
     theirs = [*group, "--use_opd", "--opd_type", "megatron", "--opd_teacher_load"]
@@ -86,7 +86,7 @@ def test_a_teacher_inside_megatron_is_the_one_that_the_ranks_hold(tmp_path):
 
 
 @pytest.mark.parametrize("dialect", ["trl", "skyrl", "skyrl-doc", "swift", "cs336"])
-def test_the_table_of_defaults_is_true(dialect):
+def test_framework_defaults_table_equals_applied_defaults(dialect):
     """What it says is used is what the configuration holds, and every row differs from ours."""
     sizes = ["--train_batch_size", "16"] if dialect == "cs336" else []
     parsed = parse(["--dialect", dialect, *sizes], dialects=lambda: DIALECTS)
@@ -161,7 +161,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("skyrl", "trainer.strategy=deepspeed", "trainer.strategy (deepspeed) is not supported. Supported: megatron, fsdp, fsdp2"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
+def test_unsupported_framework_arguments_are_rejected_by_name_and_feature(dialect, words, said):
     assert said in refused(dialect, *words.split())
 
 
@@ -237,17 +237,17 @@ def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
         ("swift", "--router_replay_mode R2", {"router_replay_mode": "R2"}),
     ],
 )  # fmt: skip
-def test_what_is_said_otherwise_there_is_translated(dialect, words, values):
+def test_framework_arguments_are_translated_to_native_values(dialect, words, values):
     cfg = read(dialect, *words.split())
     assert {name: value(cfg, name) for name in values} == values
 
 
-def test_a_system_prompt_in_a_file_is_read(tmp_path):
+def test_framework_system_prompt_file_is_read(tmp_path):
     (tmp_path / "prompt.txt").write_text("Think first.\n")
     assert read("swift", "--system", str(tmp_path / "prompt.txt")).data.system == "Think first.\n"
 
 
-def test_translated_words_are_native_flags_that_mean_the_same(capsys, tmp_path):
+def test_native_flags_of_translated_script_give_same_plan(capsys, tmp_path):
     script = tmp_path / "grpo.sh"
     elsewhere = {"rows.jsonl": "someone/rows", "/nowhere/model": "someone/model", "--report_to wandb": ""}  # `plan` looks at what is here
     script.write_text(functools.reduce(lambda text, name: text.replace(name, elsewhere[name]), elsewhere, SWIFT_SCRIPT))
@@ -261,7 +261,7 @@ def test_translated_words_are_native_flags_that_mean_the_same(capsys, tmp_path):
     assert "--lr_decay_style cosine" in there["native_flags"] and "--beta 0.04" in there["native_flags"]
 
 
-def test_several_data_sets_are_words_of_one_native_flag(capsys, tmp_path):
+def test_several_datasets_become_one_native_flag(capsys, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n' * 4)
     words = f"--dialect swift --num_generations 4 --global_batch_size 4 --dataset {tmp_path}/a.jsonl {tmp_path}/b.jsonl"
@@ -287,13 +287,13 @@ def test_a_budget_of_tokens_is_among_the_native_flags(capsys):
         ("skyrl", "trainer.policy.model.lora.dropout=0.1", ["lora.dropout has no effect without policy.model.lora.rank"]),
     ],
 )  # fmt: skip
-def test_what_does_nothing_there_is_said(dialect, words, said):
+def test_framework_arguments_without_effect_are_noted(dialect, words, said):
     notes = [note for note in parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS).notes if "has no effect" in note]
     assert len(notes) == len(said) and all(any(one in note for note in notes) for one in said)
 
 
 @pytest.mark.parametrize("dialect", ["trl", "skyrl", "swift", "cs336"])
-def test_every_row_of_a_table_leads_to_a_setting_a_sentence_or_nothing(dialect):
+def test_framework_table_rows_give_a_setting_a_reason_or_nothing(dialect):
     for name, row in DIALECTS[dialect].names.items():
         assert not row.native or row.native in table(), name
         assert sum(map(bool, (row.native, row.read, row.lacks))) <= 1, name
@@ -301,14 +301,14 @@ def test_every_row_of_a_table_leads_to_a_setting_a_sentence_or_nothing(dialect):
         assert set(row.native) <= set(table()), row.name
 
 
-def test_the_rewards_that_are_built_in_are_known_to_the_dialects():
+def test_built_in_rewards_are_known_to_frameworks():
     from megatron_grpo.commands.compat.settle import BUILT_IN_REWARDS
     from megatron_grpo.run.rewards.loading import BUILT_IN
 
     assert set(BUILT_IN_REWARDS) == set(BUILT_IN)
 
 
-def test_what_a_run_records_is_native(tmp_path):
+def test_run_config_file_of_framework_run_has_native_names(tmp_path):
     """The recorded file was read again in the dialect, where its translated words mean something else."""
     from megatron_grpo.run.config.write import as_yaml
 
@@ -328,11 +328,11 @@ WHERE_METRICS_GO = [
 
 
 @pytest.mark.parametrize(("dialect", "words", "services"), WHERE_METRICS_GO)
-def test_metrics_go_where_the_script_says(dialect, words, services):
+def test_report_to_follows_framework_tracker_argument(dialect, words, services):
     assert parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS).config.run.report_to == services
 
 
-def test_a_tracker_that_is_not_there_is_said_and_one_that_the_script_leaves_open_is_left_out(tmp_path):
+def test_framework_tracker_unsupported_is_rejected_and_unknown_is_omitted(tmp_path):
     (message,) = [p.message for p in parse(["--dialect", "verl", "trainer.logger=[console,clearml]"], dialects=lambda: DIALECTS).problems]
     assert "(clearml) is not supported. Supported: tensorboard, wandb" in message
     script = tmp_path / "run.sh"
@@ -341,7 +341,7 @@ def test_a_tracker_that_is_not_there_is_said_and_one_that_the_script_leaves_open
     assert (left_open.problems, left_open.config.run.report_to) == ([], ["none"])
 
 
-def test_skyrl_drops_prompts_that_are_too_long():
+def test_skyrl_long_prompts_are_deleted():
     assert value(read("skyrl"), "truncation_strategy") == "delete"
     assert value(read("skyrl", "--truncation_strategy", "raise"), "truncation_strategy") == "raise"
 
@@ -359,7 +359,7 @@ def test_gradient_checkpointing_false_of_skyrl_recomputes_nothing(strategy):
     ("words", "said"),
     [([], True), (["trainer.use_legacy_worker_impl=disable"], False), (["actor.loss_agg_mode=seq-mean-token-mean"], False)],
 )
-def test_the_token_mean_of_verls_legacy_workers_is_told_apart(words, said):
+def test_verl_token_mean_of_legacy_workers_is_noted(words, said):
     notes = " ".join(parse(["--dialect", "verl", *words], dialects=lambda: DIALECTS).notes)
     assert ("legacy workers average token-mean over each micro-batch" in notes) == said
 
@@ -372,25 +372,25 @@ def test_the_token_mean_of_verls_legacy_workers_is_told_apart(words, said):
         ("skyrl", "generator.train_batch_size"),
     ],
 )  # fmt: skip
-def test_a_name_in_another_section_than_its_own_is_not_taken(dialect, name):
+def test_framework_argument_in_wrong_section_is_rejected(dialect, name):
     messages = [problem.message for problem in parse(["--dialect", dialect, f"{name}=1"], dialects=lambda: DIALECTS).problems]
     assert [message.startswith(f"{name} is not a setting.") for message in messages] == [True]
 
 
 @pytest.mark.parametrize(("dialect", "system"), [("verl", "verl"), ("skyrl", "skyrl")])
-def test_every_name_of_theirs_stands_in_its_own_section(dialect, system):
+def test_framework_argument_names_are_known_in_their_section(dialect, system):
     from tools.arguments import read_arguments
 
     names = [name for name in read_arguments(system)[1] if DIALECTS[dialect].knows(name.partition(".")[2])]
     assert [name for name in names if not DIALECTS[dialect].knows(name)] == []
 
 
-def test_auto_find_batch_size_is_refused_for_what_it_is():
+def test_trl_auto_find_batch_size_is_rejected_with_its_reason():
     message = refused("trl", "--per_device_train_batch_size", "8", "--auto_find_batch_size", "true")
     assert "batch sizes are not adapted" in message and "save_steps" not in message
 
 
-def test_rules_of_megatron_swift_are_told_to_nobody_who_comes_from_elsewhere(capsys):
+def test_megatron_swift_rules_are_reported_for_its_dialect_only(capsys):
     assert main(["plan", "--dialect", "trl", "--per_device_train_batch_size", "8"]) == 0
     assert "Megatron-SWIFT" not in capsys.readouterr().out
     for words in (["--micro_batch_size", "8"], ["--micro_batch_size", "4", "--steps_per_generation", "2", "--tuner_type", "lora"]):
@@ -409,5 +409,5 @@ def test_rules_of_megatron_swift_are_told_to_nobody_who_comes_from_elsewhere(cap
         ("trl", ["--model_init_kwargs=2"]),
     ],
 )
-def test_a_value_of_another_form_is_refused_by_its_name(dialect, words):
+def test_framework_argument_with_value_of_wrong_form_is_rejected(dialect, words):
     assert words[0].lstrip("-").replace("=", " (") in refused(dialect, *words)

@@ -29,18 +29,18 @@ CS336 = "--train_batch_size 16 --gradient_accumulation_steps 4 --group_size 8"
         ("--rollout_batch_size 32 --n_grpo_steps 12", ["With 2 optimizer steps per rollout this is 6 rollouts", "use max_steps 24."]),
     ],
 )
-def test_cs336_counts_optimizer_steps(words, says):
+def test_explain_cs336_counts_optimizer_steps(words, says):
     found = told("cs336", f"{CS336} {words}")
     assert "train_batch_size is global_batch_size, and n_grpo_steps is max_steps" in found
     assert [part for part in says if part not in found] == []
     assert ("n_grpo_steps (12) counts optimizer steps here" in found) == ("n_grpo_steps" in words)
 
 
-def test_cs336_has_nothing_to_add_where_each_rollout_is_one_step():
+def test_explain_cs336_with_one_step_per_rollout_adds_nothing():
     assert "counts optimizer steps here" not in told("cs336", f"{CS336} --n_grpo_steps 12")
 
 
-def test_trl_counts_micro_steps():
+def test_explain_trl_counts_micro_steps():
     found = told("trl", "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 6 --num_generations 8")
     assert "took 3 optimizer steps per rollout of 24 completions" in found
     assert "6 micro-steps / gradient_accumulation_steps 2 = 3" in found and "What differs from TRL: it shuffles samples" in found
@@ -65,7 +65,7 @@ def test_stale_rollouts_are_counted_over_whole_periods(capsys):
 SKYRL = "--train_batch_size 8 --policy_mini_batch_size 4 --micro_train_batch_size_per_gpu 2 --n_samples_per_prompt 4"
 
 
-def test_skyrl_and_its_guide_read_the_mini_batch_in_two_ways():
+def test_explain_skyrl_mini_batch_by_code_and_by_guide():
     by_code, by_guide = told("skyrl", SKYRL), told("skyrl-doc", SKYRL)
     assert "took 2 optimizer steps per rollout of 32 completions" in by_code
     assert "policy_mini_batch_size (4) is read in prompts, as SkyRL's code does: 16 completions" in by_code
@@ -73,7 +73,7 @@ def test_skyrl_and_its_guide_read_the_mini_batch_in_two_ways():
     assert "is read in completions, as SkyRL's guide says: 4 completions" in by_guide and "be 16 completions and 2 optimizer" in by_guide
 
 
-def test_megatron_swift_means_the_same():
+def test_explain_megatron_swift_sizes_equal_native_ones():
     found = told("swift", "--global_batch_size 16 --num_generations 8 --steps_per_generation 2")
     assert found.startswith(
         "Your old setup took 2 optimizer steps per rollout of 32 completions; so does this configuration: names and meanings of the sizes "

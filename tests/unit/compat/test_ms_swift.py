@@ -20,7 +20,7 @@ def read(*words: str):
     return check(["--dialect", "ms-swift", *words])
 
 
-def test_a_script_has_the_sizes_of_its_own_program(tmp_path):
+def test_ms_swift_script_has_sizes_of_ms_swift(tmp_path):
     """A rollout is per_device x ranks x steps_per_generation, counted in micro-steps: swift/rlhf_trainers/args_mixin.py."""
     script = tmp_path / "gspo.sh"
     script.write_text(SCRIPT)
@@ -34,7 +34,7 @@ def test_a_script_has_the_sizes_of_its_own_program(tmp_path):
     assert set(checked.parsed.aside["gspo.sh"]) >= {"dataloader_num_workers", "per_device_eval_batch_size", "log_completions"}
 
 
-def test_what_nobody_types_is_what_ms_swift_uses():
+def test_ms_swift_defaults_apply_to_settings_not_given():
     """swift/arguments/rlhf_args.py, sft_args.py, tuner_args.py, swift/trainers/arguments.py."""
     cfg = read("--per_device_train_batch_size", "8").config
     assert (cfg.tuner.tuner_type, cfg.tuner.lora_rank, cfg.tuner.lora_alpha, cfg.tuner.lora_dropout) == ("lora", 8, 32.0, 0.05)
@@ -66,7 +66,7 @@ def test_what_nobody_types_is_what_ms_swift_uses():
         ("--use_vllm false", "sampling is by vLLM alone"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(words, said):
+def test_ms_swift_unsupported_arguments_give_one_problem(words, said):
     with pytest.raises(ConfigError) as error:
         read("--per_device_train_batch_size", "8", *words.split())
     (problem,) = error.value.problems
@@ -88,6 +88,6 @@ def test_what_is_not_there_is_one_sentence(words, said):
         ("--scale_rewards false", {"scale_rewards": "none"}),
     ],
 )  # fmt: skip
-def test_what_is_said_otherwise_there_is_translated(words, values):
+def test_ms_swift_arguments_are_translated(words, values):
     cfg = read("--per_device_train_batch_size", "8", *words.split()).config
     assert {name: getattr(section, name) for section in cfg.groups().values() for name in values if hasattr(section, name)} == values

@@ -25,7 +25,7 @@ def read(config: str, trainer: str = "", more: str = "", mark: str = "/nowhere/m
     return {entry.name: entry.raw for entry in entries}, [problem.message for problem in problems]
 
 
-def test_a_file_is_read_as_the_command_line_of_trl_and_never_run(tmp_path):
+def test_python_config_is_read_as_trl_arguments_without_running_it(tmp_path):
     """Constants, functions of the file, data sets by name, and LoRA: up to the settings that they become here."""
     file, mark = tmp_path / "train.py", tmp_path / "ran"
     lora = "from peft import LoraConfig\nlora = LoraConfig(r=4, target_modules=['q_proj'], bias='none')"
@@ -50,7 +50,7 @@ def adapter(tmp_path, lora: str, *flags: str) -> tuple[dict, dict]:
     return vars(parsed.config.tuner), {row.name: row.theirs for row in parsed.defaults if row.name.startswith("lora_")}
 
 
-def test_defaults_of_an_adapter_belong_to_the_object_that_is_built(tmp_path):
+def test_python_config_adapter_defaults_apply_if_adapter_object_is_built(tmp_path):
     """LoraConfig has PEFT's, and the command line those of TRL's ModelConfig."""
     from peft import LoraConfig
     from trl import ModelConfig
@@ -79,7 +79,7 @@ def test_defaults_of_an_adapter_belong_to_the_object_that_is_built(tmp_path):
         ("epsilon=me", "epsilon", "me"),  # me = me
     ],
 )
-def test_what_is_computed_is_marked_as_not_known(words, name, said):
+def test_python_config_with_computed_value_is_marked_unknown(words, name, said):
     found, problems = read(words, more="me = me")
     assert (found[name], problems) == ([f"\x01{said}"], [])
 
@@ -91,7 +91,7 @@ def test_what_is_computed_is_marked_as_not_known(words, name, said):
         "load_dataset('a', 'main')",
     ],
 )  # fmt: skip
-def test_other_rows_than_the_training_split_of_a_name_or_file_are_not_known(data):
+def test_python_config_with_dataset_other_than_training_split_is_marked_unknown(data):
     assert read("", "train_dataset=load_dataset('json', data_files='a.jsonl', split='train')")[0]["dataset_name"] == "a.jsonl"
     assert read("", f"train_dataset={data}")[0]["dataset_name"] == [f"\x01{data}"]
 
@@ -108,6 +108,6 @@ def test_other_rows_than_the_training_split_of_a_name_or_file_are_not_known(data
         ("", "", "def", "line 9 is not Python"),
     ],
 )
-def test_what_is_not_read_is_said_in_one_sentence(config, trainer, more, sentence):
+def test_python_config_with_unsupported_code_gives_one_problem(config, trainer, more, sentence):
     _, problems = read(config, trainer, more)
     assert len(problems) == 1 and sentence in problems[0], problems

@@ -53,7 +53,7 @@ def flags(text: str) -> list[str]:
         ("$PYTHON_OF_NOBODY -m v.main --a 1", ["\x01$PYTHON_OF_NOBODY", "-m", "v.main", "--a", "1"]),
     ],
 )
-def test_words_are_those_of_a_shell(text, words):
+def test_script_words_are_split_as_by_a_shell(text, words):
     if isinstance(words, str):
         words = [word for part in zip(words.split("|"), (True, False, True)) for word in (part[0].split() if part[1] else [part[0]])]
     assert flags(text) == words
@@ -76,14 +76,14 @@ def test_words_are_those_of_a_shell(text, words):
         ("source nowhere.sh\nrun ${ARGS[@]} --seed 1", "because it sources nowhere.sh, which does not exist"),
     ],
 )
-def test_what_cannot_be_known_is_said(text, said, tmp_path):
+def test_script_with_unknown_value_is_rejected_with_file_name(text, said, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(text)
     problem = parse(["--config", str(script)], dialects=lambda: DIALECTS).problems[0]
     assert said in problem.message and "run.sh" in problem.message
 
 
-def test_what_cannot_be_known_is_no_matter_where_it_is_said_again_or_changes_nothing(tmp_path):
+def test_script_with_unknown_value_is_accepted_if_overridden_or_unused(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("run --seed $(date +%s) --lr 0.5")
     parsed = parse(["--config", str(script), "--seed", "7"], dialects=lambda: DIALECTS)
@@ -93,7 +93,7 @@ def test_what_cannot_be_known_is_no_matter_where_it_is_said_again_or_changes_not
     assert not parsed.problems and parsed.config.optimizer.lr == 0.5
 
 
-def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path, monkeypatch):
+def test_script_sourced_file_is_found_relative_to_script(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.sh").write_text("MODEL=(\n  --seed 5  # five\n  --lr 0.5\n)\n")
     script = tmp_path / "run.sh"
@@ -105,7 +105,7 @@ def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path, mo
     assert parse(["--config", f"{tmp_path.name}/{script.name}"], dialects=lambda: DIALECTS).config.run.seed == 5
 
 
-def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):
+def test_script_flags_after_dataset_with_sample_suffix_are_read(tmp_path):
     """They were taken for a comment, and the run went on with the defaults."""
     script = tmp_path / "run.sh"
     script.write_text("megatron_grpo train --dataset 'rows#3' --eval_dataset rows#4 --lr 0.5 --seed 7 \\")
@@ -123,7 +123,7 @@ def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):
         "NNODES=2 accelerate launch --num_processes 4 train.py --lr 0.5",
     ],
 )
-def test_a_launcher_gives_the_number_of_ranks_and_none_of_its_flags(tmp_path, command):
+def test_script_launcher_gives_world_size_and_no_settings(tmp_path, command):
     script = tmp_path / "run.sh"
     script.write_text(command)
     parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
@@ -131,7 +131,7 @@ def test_a_launcher_gives_the_number_of_ranks_and_none_of_its_flags(tmp_path, co
     assert (parsed.config.parallel.world_size, parsed.config.optimizer.lr) == (8, 0.5)
 
 
-def test_the_command_that_trains_is_read_and_the_other_one_named(tmp_path):
+def test_script_with_several_commands_reads_training_command_and_names_the_other(tmp_path):
     script = tmp_path / "both.sh"
     script.write_text("swift rollout --model /a --seed 1 &\nmegatron rlhf --model /b --lr 0.5\n")
     parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=lambda: DIALECTS)
@@ -145,7 +145,7 @@ TRAIN = "{} rlhf --rlhf_type grpo --model /b --lr 0.5 --vllm_mode server --vllm_
 
 @pytest.mark.parametrize(("dialect", "program"), [("swift", "megatron"), ("ms-swift", "swift")])
 @pytest.mark.parametrize("is_server_last", [False, True])
-def test_what_a_server_of_the_script_plays_is_what_the_run_plays(tmp_path, dialect, program, is_server_last):
+def test_script_with_swift_rollout_server_uses_its_environment(tmp_path, dialect, program, is_server_last):
     """`swift rollout` decides what an episode is: its environment is taken, one that is registered there is refused or named."""
 
     def parsed(scheduler: str, *flags: str):
@@ -178,7 +178,7 @@ def test_what_a_server_of_the_script_plays_is_what_the_run_plays(tmp_path, diale
         ("uvx --with datasets trl grpo", "slime", "trl"),
     ],
 )
-def test_a_script_of_another_system_than_the_dialect_names_its_own(tmp_path, monkeypatch, command, dialect, instead):
+def test_script_of_another_framework_names_the_right_dialect(tmp_path, monkeypatch, command, dialect, instead):
     """Nothing else is said of it, because its names mean something else."""
     monkeypatch.setenv("DIR", "/opt")
     (tmp_path / "a.sh").write_text(f"{command} --lr 0.5 --nobody_knows 1 a.b=c\n")
@@ -192,7 +192,7 @@ def test_a_script_of_another_system_than_the_dialect_names_its_own(tmp_path, mon
 
 
 @pytest.mark.parametrize("call", ["bash examples/base.sh", "./examples/base.sh", "uv run bash examples/base.sh"])
-def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tmp_path, call):
+def test_script_that_calls_another_script_appends_its_own_arguments(tmp_path, call):
     """They were read as the whole run, and all that the other script says was left out."""
     (tmp_path / "examples" / "more").mkdir(parents=True)
     (tmp_path / "examples" / "base.sh").write_text('SEED=$1\nshift\npython3 t.py --seed $SEED --lr 0.5 --micro_batch_size 2 \\\n  "$@"\n')
@@ -210,7 +210,7 @@ def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tm
     assert "it starts run.sh, which does not exist" in parse(["--config", str(script)], dialects=lambda: DIALECTS).problems[0].message
 
 
-def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path):
+def test_script_config_file_is_read_before_its_flags(tmp_path):
     (tmp_path / "values.yaml").write_text("lr: 0.5\nseed: 7\n")
     script = tmp_path / "run.sh"
     script.write_text("accelerate launch --config_file zero3.yaml t.py --config values.yaml --seed 8")
@@ -220,7 +220,7 @@ def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path)
     assert "config nowhere.yaml does not exist" in parse(["--config", str(script)], dialects=lambda: DIALECTS).problems[0].message
 
 
-def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
+def test_script_without_flags_is_rejected(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("echo nothing\ncd /tmp\n")
     assert [problem.message for problem in parse(["--config", str(script)], dialects=lambda: DIALECTS).problems] == [
@@ -228,7 +228,7 @@ def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
     ]
 
 
-def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
+def test_script_with_unknown_run_name_omits_it(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("run --run_name a-$(date +%s) --lr 0.5 --seed $(x) --model $NOWHERE_7")
     parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
@@ -250,7 +250,7 @@ def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
         "srun --nodes 2 python train.py",
     ],
 )
-def test_options_of_what_starts_a_program_are_not_settings(start):
+def test_script_launcher_options_are_not_settings(start):
     entries, problems = read_script(f"{start} --learning_rate 1e-6", source="run.sh")
     assert ([entry.name for entry in entries if entry.name != "$command"], problems) == (["learning_rate"], [])
 
@@ -267,7 +267,7 @@ DOUBLING = "A0=ab\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60
         ("run.sh", DOUBLING + "run --model $A59\n", "model .* cannot be determined"),
     ],
 )  # fmt: skip
-def test_a_script_without_a_bottom_is_a_sentence(tmp_path, monkeypatch, name, text, says):
+def test_script_that_nests_without_end_is_rejected(tmp_path, monkeypatch, name, text, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(text)
     assert any(re.search(says, problem.message) for problem in parse(["--config", name], dialects=lambda: DIALECTS).problems)

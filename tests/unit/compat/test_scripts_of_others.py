@@ -199,7 +199,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dialect", "words", "outcome"), CASES)
-def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(dialect, words, outcome):
+def test_external_script_has_sizes_of_its_framework_or_is_rejected_by_one_feature(dialect, words, outcome):
     argv = ["--dialect", dialect, *words.split()]
     if isinstance(outcome, str):
         with pytest.raises(ConfigError) as error:
@@ -328,7 +328,7 @@ def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(
         ("skyrl", "trainer.max_training_steps=10 trainer.ckpt_interval=5", dict(max_steps=40, save_steps=20)),
     ],
 )  # fmt: skip
-def test_what_a_name_means_there_happens_here(dialect, words, values):
+def test_external_script_arguments_have_equivalent_native_values(dialect, words, values):
     from megatron_grpo.commands.compat import DIALECTS
     from megatron_grpo.run.config import parse, table
 
@@ -376,13 +376,13 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("slime", "--partial-rollout", "give the depth as async_rollout_depth N"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_said(dialect, words, said):
+def test_external_script_with_unsupported_argument_is_rejected(dialect, words, said):
     with pytest.raises(ConfigError) as error:
         check(["--dialect", dialect, *words.split()])
     assert any(said in problem.message for problem in error.value.problems), [problem.message for problem in error.value.problems]
 
 
-def test_a_secret_is_not_repeated(capsys):
+def test_external_script_error_does_not_repeat_a_secret(capsys):
     from megatron_grpo.cli import main
 
     main(["plan", "--dialect", "slime", "--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--wandb-key", "s3cr3t"])
@@ -399,13 +399,13 @@ def test_a_secret_is_not_repeated(capsys):
         ("verl", "algorithm.adv_estimator=gae data.truncation=middle actor_rollout_ref.rollout.n=1"),
     ],
 )
-def test_what_is_another_task_is_said_alone(dialect, words):
+def test_external_script_of_another_task_gives_one_problem(dialect, words):
     with pytest.raises(ConfigError) as error:
         check(["--dialect", dialect, *words.split()])
     assert len(error.value.problems) == 1
 
 
-def test_names_that_are_read_together_are_refused_together():
+def test_external_script_arguments_read_together_are_rejected_together():
     """Each used to hide the next: one refusal a run."""
     words = ["--dialect", "verl", f"{ACTOR}policy_loss.loss_mode=clip_cov", "algorithm.adv_estimator=remax", "data.truncation=middle"]
     with pytest.raises(ConfigError) as error:
@@ -413,14 +413,14 @@ def test_names_that_are_read_together_are_refused_together():
     assert len(error.value.problems) == 3
 
 
-def test_names_that_nobody_knows_are_one_sentence(capsys):
+def test_external_script_with_unknown_names_gives_one_problem(capsys):
     with pytest.raises(ConfigError) as error:
         check(["--dialect", "skyrl", "harbor.zzqa=1", "harbor.zzqb=2"])
     (problem,) = error.value.problems
     assert problem.message.startswith("harbor.zzqa, harbor.zzqb are neither settings nor known SkyRL names")
 
 
-def test_a_script_that_trains_quantised_by_a_variable_is_refused(tmp_path):
+def test_external_script_with_quantization_variable_is_rejected(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(
         """RUNTIME_ENV_JSON="{ \\"env_vars\\": { \\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\\": \\"1\\" } }"
@@ -447,7 +447,7 @@ ray job submit --runtime-env-json="${RUNTIME_ENV_JSON}" -- python3 train.py --ro
          "--custom_generate_function_path none"),
     ],
 )  # fmt: skip
-def test_what_a_script_asks_for_in_vain_is_taken_back_on_the_command_line(tmp_path, dialect, start, refused, instead):
+def test_external_script_unsupported_argument_is_overridden_on_command_line(tmp_path, dialect, start, refused, instead):
     """The command line wins over the file, in names that are refused too."""
     script = tmp_path / "run.sh"
     script.write_text(f"{start} {refused}\n")

@@ -76,7 +76,7 @@ def said(*words: str) -> list[str]:
         ("flux_capacitor", None),
     ],
 )  # fmt: skip
-def test_an_unknown_name_gets_the_right_remedy_or_none(name, remedy):
+def test_suggestion_for_unknown_name_is_correct_or_absent(name, remedy):
     (message,) = said(f"--{name}", "1")
     assert message.startswith(f"{name} is not a setting.")
     if remedy is None:
@@ -102,14 +102,14 @@ def test_an_unknown_name_gets_the_right_remedy_or_none(name, remedy):
         ("--loss_type nobodys", None),
     ],
 )
-def test_a_value_of_another_system_gets_the_right_remedy_or_none(typed, remedy):
+def test_suggestion_for_framework_value_is_correct_or_absent(typed, remedy):
     (message,) = said(*typed.split())
     assert message.endswith(".") and (remedy is None or remedy.lower() in message.lower()), message
     if remedy is None:
         assert message.endswith("real.") or "slime" in typed, message
 
 
-def test_every_remedy_of_a_value_is_of_a_value_that_is_refused():
+def test_suggestions_for_values_exist_for_rejected_values_only():
     """And of a setting with choices; its words are written as they are compared."""
     for name, sentences in contents("suggestions")["values"].items():
         words = [word for text in sentences.values() for word in text.split()]
@@ -127,13 +127,13 @@ def test_every_remedy_of_a_value_is_of_a_value_that_is_refused():
         ("--dialect trl --vllm_importance_sampling_cap 2 --vllm_importance_sampling_clip_min 3", "was typed as vllm_importance_sampling"),
     ],
 )
-def test_a_message_names_what_was_typed(typed, name):
+def test_suggestion_message_names_the_given_flag(typed, name):
     with pytest.raises(ConfigError) as error:
         check(typed.split())
     assert name in "\n".join(problem.message for problem in error.value.problems)
 
 
-def test_every_remedy_names_a_setting():
+def test_suggestions_name_existing_settings():
     assert {target for target in by_name("same_as").values() if target not in names()} == set()
     assert {name for name in by_name("same_as") if name in names()} == set(), "a setting needs no remedy"
 
@@ -146,25 +146,25 @@ def test_every_remedy_names_a_setting():
         ("main trainer.policy.optimizer_config.lr=1 trainer.epochs=2 generator.sampling_params.top_p=1.0", "a SkyRL file"),
     ],
 )
-def test_a_file_full_of_another_systems_names_is_one_mistake_with_one_remedy(tmp_path, text, says):
+def test_suggestion_for_framework_file_is_one_problem_with_one_remedy(tmp_path, text, says):
     script = tmp_path / "run.sh"
     script.write_text(text)
     (message,) = said("--config", str(script))
     assert message.startswith(f"run.sh looks like {says} (") and "Add `--dialect " in message
 
 
-def test_names_that_no_system_knows_are_still_named_beside_it(tmp_path):
+def test_suggestion_for_framework_file_also_reports_unknown_names(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("megatron rlhf --rlhf_type grpo --padding_free true --use_hf true --flux_capacitor 1")
     file, other = said("--config", str(script))
     assert "--dialect swift-megatron" in file and other.startswith("flux_capacitor in run.sh is not a setting.")
 
 
-def test_swift_is_short_for_swift_megatron():
+def test_dialect_swift_is_alias_of_swift_megatron():
     assert parse(["--dialect", "swift"], dialects=lambda: DIALECTS).config.plan.dialect == "swift-megatron"
 
 
 @pytest.mark.parametrize("name", ["optimizer.adam.beta2", "optim.beta2", "beta2"])
-def test_adams_beta_is_not_the_one_of_the_kl(name):
+def test_suggestion_for_adam_beta_is_not_kl_beta(name):
     (message,) = said(f"--{name}", "1")
     assert "adam_beta2" in message and "Did you mean" not in message
