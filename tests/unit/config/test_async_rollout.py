@@ -33,7 +33,7 @@ def plan(capsys):
         f"--async_rollout_depth 3 {CORRECTED} --stop END",
     ],
 )
-def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(plan, words):
+def test_async_rollout_with_off_policy_correction_is_accepted(plan, words):
     assert plan(words)[0] == 0
 
 
@@ -46,7 +46,7 @@ def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(pl
         (f"--async_rollout_depth 1 {SERVERS}", {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
     ],
 )
-def test_each_refusal_names_values_that_work(plan, words, nearest):
+def test_async_rollout_rejections_name_valid_values(plan, words, nearest):
     """The messages are those of tests/refusals.yaml, which a test holds."""
     code, found = plan(words)
     assert code == 2 and [error["nearest"] for error in found["errors"]] == [nearest]
@@ -56,7 +56,7 @@ def test_each_refusal_names_values_that_work(plan, words, nearest):
 
 
 @pytest.mark.parametrize("dialect", ["", "--dialect swift-megatron --beta 0.04"])
-def test_async_generate_says_the_same(plan, dialect):
+def test_async_generate_of_frameworks_sets_async_rollout_depth(plan, dialect):
     code, found = plan(f"--async_generate true {CORRECTED} {dialect}")
     assert code == 0
     versions = [(row["rollout"], row["sampled_by_version"]) for row in found["timetable"]]
@@ -73,7 +73,7 @@ def test_async_generate_says_the_same(plan, dialect):
         ("--steps_per_generation 2 --num_iterations 2", 5.5, 7),
     ],
 )  # fmt: skip
-def test_plan_says_how_stale_rows_become(plan, sizes, mean, most):
+def test_plan_reports_staleness_of_async_rollouts(plan, sizes, mean, most):
     code, found = plan(f"--async_rollout_depth 1 {CORRECTED} {sizes}")
     [said] = [warning for warning in found["warnings"] if warning.startswith("With async_rollout_depth 1, rows")]
     assert code == 0 and f"up to {most} optimizer steps stale when they are trained ({mean:g} on average)" in said
@@ -89,7 +89,7 @@ def test_plan_says_how_stale_rows_become(plan, sizes, mean, most):
         ("--generation_batch_size 12 --allow_unaligned_generation true", 3, 3.25, 4),
     ],
 )  # fmt: skip
-def test_plan_says_which_versions_may_sample_a_rollout_and_how_old_its_oldest_token_is(sizes, depth, mean, most):
+def test_plan_reports_versions_and_oldest_token_of_partial_rollouts(sizes, depth, mean, most):
     """The bound: a rollout begins at most so many sampling steps before its own, and is sampled by the versions between."""
     from megatron_grpo.commands.planning.summary import schedule_rows, staleness
     from megatron_grpo.core.batching.schedule import TrainingSchedule
@@ -112,7 +112,7 @@ def test_plan_says_which_versions_may_sample_a_rollout_and_how_old_its_oldest_to
         )
 
 
-def test_the_figure_names_the_versions_and_a_run_on_servers_has_one(capsys):
+def test_plan_figure_shows_versions_of_async_rollouts(capsys):
     for words, said in (("--old_logprobs rollout", "rollout 3 by v1 to v3"), (f"{SERVERS} --old_logprobs rollout", "rollout 3 by v2\n")):
         depth = "2" if SERVERS not in words else "1"
         assert main(["plan", *SIZES.split(), "--plan_rollouts", "4", "--async_rollout_depth", depth, *words.split()]) == 0
@@ -121,7 +121,7 @@ def test_the_figure_names_the_versions_and_a_run_on_servers_has_one(capsys):
         assert ("partial rollouts" in lines) == (SERVERS not in words)
 
 
-def test_a_rollout_of_one_step_is_one_step_stale_and_needs_no_warning(plan):
+def test_async_rollout_of_one_step_is_one_step_stale_without_warning(plan):
     code, found = plan(f"--async_rollout_depth 1 {CORRECTED}")
     assert code == 0 and [row["staleness"] for row in found["timetable"]] == [0] * 4 + [1] * 4
     assert not [warning for warning in found["warnings"] if "stale" in warning]

@@ -23,7 +23,7 @@ EVAL = "--eval_dataset x --eval_steps 5 --save_steps 10"
         ("", None, True),
     ],
 )
-def test_the_name_and_its_direction(words, metric, greater):
+def test_metric_for_best_model_name_and_direction(words, metric, greater):
     cfg = resolve(words.split())
     assert validate(cfg) == []
     assert (find_best_metric(cfg), is_greater_better(cfg)) == (metric, greater)
@@ -42,6 +42,6 @@ def test_the_name_and_its_direction(words, metric, greater):
         ("--metric_for_best_model reward", "save_steps 0 writes only one"),
     ],
 )
-def test_what_could_not_be_compared_is_refused(words, said):
+def test_metric_for_best_model_that_is_not_logged_is_rejected(words, said):
     [problem] = validate(resolve(words.split()))
     assert said in problem.message

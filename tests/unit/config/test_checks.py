@@ -17,18 +17,18 @@ def problems(*argv):
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
 @pytest.mark.parametrize("name", [name for name, setting in table().items() if setting.kind == "float"])
-def test_no_number_is_without_end(name, value):
+def test_settings_with_infinite_numbers_are_rejected(name, value):
     assert any(message.startswith(name) and value in message for message in problems(f"--{name}={value}"))
 
 
 @pytest.mark.parametrize("weights", [["nan", "1"], ["1", "inf"], ["1e300", "1"]])
-def test_neither_is_a_weight(weights):
+def test_reward_weights_with_infinite_numbers_are_rejected(weights):
     assert any(
         message.startswith("reward_weights") for message in problems("--reward_funcs", "length", "format", "--reward_weights", *weights)
     )
 
 
-def test_a_size_of_files_is_said_as_people_say_it():
+def test_parse_byte_size_accepts_common_units():
     from megatron_grpo.run.config.rules.settings import validate
     from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.config.table import parse_byte_size

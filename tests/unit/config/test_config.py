@@ -15,7 +15,7 @@ from megatron_grpo.run.config.settings import Config
 from tests.checked import check
 
 
-def test_neither_a_configuration_nor_a_group_of_it_can_be_written_to():
+def test_config_and_its_groups_are_frozen():
     cfg = Config()
     with pytest.raises(FrozenInstanceError):
         cfg.sources = {}
@@ -24,7 +24,7 @@ def test_neither_a_configuration_nor_a_group_of_it_can_be_written_to():
             setattr(section, next(iter(vars(section))), 1)
 
 
-def test_other_values_make_another_configuration_whatever_their_groups():
+def test_config_with_different_values_is_not_equal():
     cfg = Config()
     other = cfg.with_values({"lr": 0.5, "seed": 7}, sources={"lr": "here"})
     assert (other.optimizer.lr, other.run.seed, other.sources["lr"]) == (0.5, 7, "here")
@@ -34,7 +34,7 @@ def test_other_values_make_another_configuration_whatever_their_groups():
         cfg.with_values({"lern_rate": 1.0})
 
 
-def test_a_check_leaves_what_was_parsed_as_it_was():
+def test_check_does_not_change_the_parsed_config():
     parsed = parse(["--generation_batch_size", "32"], dialects=lambda: DIALECTS)
     checked = check_parsed(parsed)
     assert (parsed.config.batch.steps_per_generation, checked.config.batch.steps_per_generation) == (None, 2)
@@ -64,25 +64,25 @@ def test_a_check_leaves_what_was_parsed_as_it_was():
         ("seed", 2**32, 2**32 - 1),
     ],
 )
-def test_a_value_outside_its_range_is_refused_and_the_edge_of_the_range_is_offered_where_it_is_legal(name, bad, edge):
+def test_setting_outside_its_range_is_rejected_with_nearest_legal_bound(name, bad, edge):
     (problem,) = validate(Config().with_values({name: bad}))
     assert problem.flags == (name,) and f"{name} ({bad}) must be {table()[name].range}" in problem.message
     assert problem.nearest == ({} if edge is None else {name: [edge]})
 
 
-def test_every_default_is_inside_its_own_range():
+def test_setting_defaults_are_within_their_range():
     for setting in table().values():
         if isinstance(setting.default, (int, float)) and not isinstance(setting.default, bool):
             assert setting.range.admits(setting.default), setting.name
 
 
 @pytest.mark.parametrize("word", ["inf", "-inf", "nan", "1e999"])
-def test_a_number_is_finite(word):
+def test_setting_range_rejects_infinite_numbers(word):
     (problem,) = parse(["--lr", word]).problems
     assert f"lr must be a number, not '{word}'" in problem.message
 
 
-def test_every_group_of_settings_is_in_the_order_of_help():
+def test_config_groups_are_in_the_order_of_help():
     """A group that the order lacks would have no flags."""
     sections = {field.name for field in dataclasses.fields(Config)} - {"sources", "typed", "origins"}
     assert sorted(settings.GROUPS) == sorted(sections)

@@ -61,12 +61,12 @@ def said(**values) -> list[str]:
         ("chat_template_kwargs", {"add_generation_prompt": False}, "is set by this package for each prompt"),
     ],
 )  # fmt: skip
-def test_a_word_passes_or_is_refused_by_its_name(flag, given, sentence):
+def test_engine_kwargs_key_is_accepted_or_rejected_by_name(flag, given, sentence):
     found = said(**{flag: given})
     assert not found if sentence is None else len(found) == 1 and found[0].startswith(f"{flag}: ") and sentence in found[0], found
 
 
-def test_nothing_that_passes_on_to_megatron_is_set_here_too():
+def test_megatron_extra_kwargs_do_not_overlap_settings():
     source = ast.parse((Path(megatron_grpo.__file__).parent / "core/policy/model_config.py").read_text())
     functions = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name != "layer_specs"]
     ours = {keyword.arg for function in functions for call in ast.walk(function) if isinstance(call, ast.Call) for keyword in call.keywords}
@@ -76,7 +76,7 @@ def test_nothing_that_passes_on_to_megatron_is_set_here_too():
     assert {"cp_comm_type", "moe_permute_fusion"} <= ours & megatron["fields"].keys()
 
 
-def test_every_name_that_vllm_is_refused_exists_in_it():
+def test_engine_kwargs_rejected_keys_exist_in_vllm():
     for flag in ("generation_kwargs", "eval_generation_kwargs", "vllm_engine_kwargs"):
         told = engine_kwargs.options(flag)
         assert not {*told["here"], *told["refused"], *told["may"]} - told["fields"].keys()
@@ -88,7 +88,7 @@ def test_every_name_that_vllm_is_refused_exists_in_it():
     }
 
 
-def test_values_are_json_where_they_are_json():
+def test_engine_kwargs_values_are_parsed_as_json_if_valid():
     cfg = check(["--vllm_engine_kwargs", '{"stream_interval": 4}', "enable_dbo=false", "--generation_kwargs", "ignore_eos=true",
                  "--chat_template_kwargs", "style=short=yes", "--megatron_extra_kwargs", "offload_modules=[\"qkv\"]"]).config  # fmt: skip
     assert cfg.rollout.vllm_engine_kwargs == {"stream_interval": 4, "enable_dbo": False}
@@ -96,7 +96,7 @@ def test_values_are_json_where_they_are_json():
     assert cfg.model.megatron_extra_kwargs == {"offload_modules": ["qkv"]}
 
 
-def test_thinking_is_said_once():
+def test_enable_thinking_and_chat_template_kwargs_must_agree():
     assert said(enable_thinking=False, chat_template_kwargs={"enable_thinking": False}) == []
     [sentence] = said(enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
     assert "differ" in sentence
@@ -104,7 +104,7 @@ def test_thinking_is_said_once():
     assert data.template_options == {"enable_thinking": False, "depth": 2}
 
 
-def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
+def test_eval_sampling_defaults_to_training_sampling():
     training = {
         "top_p": 0.9,
         "top_k": 7,
@@ -142,7 +142,7 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
     assert "eval_max_completion_length (300) is not supported with rollout_func" in sentence
 
 
-def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():
+def test_ref_model_without_beta_or_with_ref_adapters_is_rejected():
     from megatron_grpo.run.config.rules.grpo import problems
 
     assert "beta is 0" in problems(Config().with_values({"ref_model": "x"}))[0].message
@@ -150,7 +150,7 @@ def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():
     assert problems(Config().with_values({"ref_model": "x", "beta": 0.1})) == []
 
 
-def test_megatron_gets_what_is_passed_on_and_what_kernels_say():
+def test_megatron_config_contains_extra_kwargs_and_kernel_settings():
     def body(rank, world_size):
         from megatron_grpo.core.policy.model_config import transformer_config
         from megatron_grpo.core.settings import KernelConfig, ModelConfig, ParallelConfig

@@ -32,12 +32,12 @@ from megatron_grpo.run.config.settings import Config
         ({"json_object": True}, None),
     ],
 )
-def test_what_can_be_read_is_what_vllm_reads(bound, why):
+def test_structured_output_bounds_are_accepted_as_by_vllm(bound, why):
     said = parser_error(bound)
     assert said is None if why is None else said is not None and why in said and "/" not in said, said
 
 
-def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
+def test_structured_output_problems_name_training_and_evaluation_flags():
     values = {"vllm_structured_outputs_regex": "(a", "eval_generation_kwargs": {"structured_outputs": {"json": {"type": "objec"}}}}
     first, second = structured_outputs_problems(Config().with_values(values))
     assert first.message.startswith(
@@ -49,7 +49,7 @@ def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
     assert structured_outputs_problems(Config()) == []
 
 
-def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
+def test_structured_outputs_with_teacher_are_rejected():
     values = {"teacher_model_server": ["http://t:1"], "vllm_structured_outputs_regex": "a", "top_k": 5}
     said = [problem.message for problem in validation.problems(Config().with_values(values))]
     assert sum("with vllm_structured_outputs_regex tokens are sampled from those that a grammar allows." in one for one in said) == 1

@@ -19,7 +19,7 @@ PACKAGE = Path(megatron_grpo.__file__).parent
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_begins_with_what_the_command_does_and_says_once_how_it_is_used(command, capsys):
+def test_help_starts_with_description_and_one_usage_line(command, capsys):
     assert main([command, "--help"]) == 0
     told = capsys.readouterr().out
     what, usage = told.splitlines()[:3:2]
@@ -31,7 +31,7 @@ def test_help_begins_with_what_the_command_does_and_says_once_how_it_is_used(com
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_row_of_a_command_names_a_function_with_the_arguments_that_it_lists(command):
+def test_command_table_rows_name_functions_with_listed_arguments(command):
     row = COMMANDS[command]
     assert row.keys() == {"run", "takes", "needs", "usage", "help"} and set(row["needs"]) <= {"linux", "launcher", "files", "quiet"}
     module, _, name = row["run"].partition(":")
@@ -49,7 +49,7 @@ def test_help_names_no_file_and_no_class_of_the_package(command, capsys):
     assert inner & set(re.findall(r"\w+", told)) == set() and len(inner) > 100
 
 
-def test_the_overview_says_what_each_command_does_in_the_imperative(capsys):
+def test_help_overview_describes_each_command_in_the_imperative(capsys):
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
     for command in COMMANDS:
@@ -64,7 +64,7 @@ def flags_of(capsys, *words):
     return re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.M)
 
 
-def test_every_setting_is_in_the_help_or_in_its_map_and_explained_on_demand(capsys):
+def test_help_lists_every_setting_or_its_map(capsys):
     in_maps = [key for name in MAPS for key in keys()[name]]
     assert len(in_maps) == len(set(in_maps)), "a setting is a key of one map"
     assert all(len({table()[key].group for key in keys()[name]}) == 1 for name in MAPS)
@@ -98,7 +98,7 @@ def test_help_lists_the_sections_at_its_end_and_explains_each(capsys):
         (["EXPERT", "parallel"], {"expert_model_parallel_size"}, {"tensor_model_parallel_size", "moe_permute_fusion"}),
     ],
 )
-def test_help_search_finds_names_aliases_and_words_of_the_help(capsys, searched, found, not_found):
+def test_help_search_finds_names_aliases_and_help_text(capsys, searched, found, not_found):
     flags = set(flags_of(capsys, "--help-search", *searched))
     assert found <= flags and not flags & not_found
 
@@ -122,7 +122,7 @@ def test_help_texts_are_phrases_without_idiom():
     assert {name: row.help for name, row in table().items() if odd.search(row.help) or row.help.endswith(".")} == {}
 
 
-def test_the_second_word_of_dataset_is_a_hidden_setting(capsys):
+def test_further_datasets_setting_is_hidden_in_help(capsys):
     assert config.resolve(["--further_datasets", "b.jsonl", "--dataset", "a.jsonl"]).data.further_datasets == ["b.jsonl"]
     assert main(["train", "--help", "all"]) == 0
     assert "further_datasets" not in capsys.readouterr().out

@@ -29,7 +29,7 @@ def write(path, text: str) -> str:
     return str(path)
 
 
-def test_what_users_type_is_understood():
+def test_parse_reads_common_command_line_forms():
     cfg = resolve(
         (
             "--micro-batch-size 4 --bf16 true --sequence_parallel --reward_funcs a b.py:f --epsilon_high none "
@@ -42,7 +42,7 @@ def test_what_users_type_is_understood():
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("1", True), ("no", False), ("on", True), ("0", False)])
-def test_bools_may_be_said_in_many_ways(word, value):
+def test_parse_bool_accepts_common_spellings(word, value):
     assert resolve(["--export_hf", word]).run.export_hf is value
 
 
@@ -77,7 +77,7 @@ def test_the_command_line_wins_over_files_and_a_later_file_over_an_earlier_one(t
     )
 
 
-def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+def test_parse_reports_all_problems_together(tmp_path):
     file = write(tmp_path / "run.yaml", "mirco_batch_size: 2\nlr: fast\nlr: slow\nbatch: {num_generation: 3}\n")
     found = problems("--config", file, "--top_q", "1", "--seed", "x", "stray", "--seed", "1", "2")
     text = "\n".join(map(str, found))
@@ -107,7 +107,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
         (["x"], "does not belong to a flag"),
     ],
 )
-def test_mistakes_are_named(argv, part):
+def test_parse_problem_names_flag_and_value(argv, part):
     [problem] = problems(*argv)
     assert part in problem.message
 
@@ -122,7 +122,7 @@ def test_a_setting_in_an_unknown_section_is_an_error_that_names_the_sections(tmp
     assert problem.flags == ("trainer.lr",) and "optimizer" in problem.message
 
 
-def test_the_launcher_says_how_many_ranks_there_are():
+def test_parse_takes_world_size_from_launcher():
     assert resolve([], launcher_world_size=8).parallel.world_size == 8
     assert resolve(["--world_size", "8"], launcher_world_size=8).sources["world_size"] == "launcher"
     assert resolve([]).parallel.world_size == 1
@@ -130,7 +130,7 @@ def test_the_launcher_says_how_many_ranks_there_are():
     assert problem.flags == ("num_processes",) and problem.nearest == {"num_processes": [8]}
 
 
-def test_aliases_appear_in_messages_as_they_were_typed():
+def test_messages_name_aliases_as_given():
     with pytest.raises(ConfigError) as error:
         check(["--num_processes", "3", "--global_batch_size", "16"])
     [problem] = error.value.problems
@@ -148,13 +148,13 @@ def test_a_nearest_value_of_any_setting_is_one_with_which_everything_passes():
     assert nearest("--top_p", "1.5", "--lr_decay_style", "cosin") == [{}, {}], "changing one of them is not enough"
 
 
-def test_the_written_configuration_gives_the_same_configuration(tmp_path):
+def test_written_config_file_parses_to_equal_config(tmp_path):
     cfg = check(["--num_generations", "4", "--stop", "a", "b: c", "--lr", "1e-5", "--generation_batch_size", "32"]).config
     again = check(["--config", write(tmp_path / "config.yaml", as_yaml(cfg))]).config
     assert again.groups() == cfg.groups()
 
 
-def test_a_run_in_a_dialect_writes_a_native_configuration(tmp_path):
+def test_written_config_file_of_framework_run_is_native(tmp_path):
     checked = check(
         "--dialect trl --num_processes 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 4 --steps_per_generation 6".split()
     )
@@ -169,7 +169,7 @@ def test_settings_have_one_name_each_over_all_groups():
     assert all(setting.kind in ("int", "float", "bool", "str", "Any") and setting.help is not None for setting in table().values())
 
 
-def test_every_default_can_be_typed():
+def test_setting_defaults_are_parsed_back_from_text():
     for setting in table().values():
         default = setting.default
         words = [] if default == [] else default if isinstance(default, list) else ["none" if default is None else str(default)]
@@ -230,7 +230,7 @@ def test_a_system_prompt_may_be_a_text_file_and_another_files_name_is_no_text(tm
         assert said in problem.message
 
 
-def test_a_config_is_a_file_or_a_pipe_that_ends(tmp_path):
+def test_parse_config_reads_a_pipe_and_rejects_an_endless_file(tmp_path):
     (problem,) = parse(["--config", "/dev/zero"]).problems
     assert problem.message == "config /dev/zero cannot be read: it has more than 64 million characters."
     read, write = os.pipe()
@@ -240,12 +240,12 @@ def test_a_config_is_a_file_or_a_pipe_that_ends(tmp_path):
     os.close(read)
 
 
-def test_a_timetable_has_an_end():
+def test_plan_rollouts_setting_is_bounded():
     with pytest.raises(ConfigError, match="plan_rollouts .100000000. must be at least 1 and at most 1000"):
         check(["--plan_rollouts", "1e8"])
 
 
-def test_every_setting_has_a_line_of_help():
+def test_settings_have_help_text():
     assert [name for name, setting in table().items() if not setting.help] == []
 
 
@@ -258,13 +258,13 @@ def test_every_setting_has_a_line_of_help():
         ["--real_tau", "0.25", "--loss_kwargs", "fipo_clip_range=none"],
     ],
 )
-def test_a_map_is_another_way_to_say_its_keys(words):
+def test_parse_map_setting_sets_its_keys(words):
     cfg = resolve(words)
     assert (cfg.grpo.real_tau, cfg.grpo.fipo_clip_range) == (0.25, None)
     assert cfg.typed == {"real_tau": "real_tau", "fipo_clip_range": "fipo_clip_range"}
 
 
-def test_a_map_is_a_section_of_a_file_with_or_without_its_group(tmp_path):
+def test_parse_map_section_of_file_with_or_without_group(tmp_path):
     for text in ("loss_kwargs: {real_tau: 0.25}", "grpo:\n  loss_kwargs:\n    real_tau: 0.25", "loss_kwargs: real_tau=0.25"):
         (tmp_path / "a.yaml").write_text(text)
         assert resolve(["--config", str(tmp_path / "a.yaml")]).grpo.real_tau == 0.25
@@ -281,14 +281,14 @@ def test_a_map_is_a_section_of_a_file_with_or_without_its_group(tmp_path):
         (["--loss_kwargs", "real_tau=1", "--real_tau", "2"], None),
     ],
 )
-def test_what_a_map_cannot_say_is_refused_in_its_words(words, says):
+def test_parse_map_with_invalid_key_is_rejected(words, says):
     parsed = parse(words)
     assert [says in problem.message for problem in parsed.problems] == ([True] if says else [])
     assert says or parsed.repeated == ["real_tau is set twice on the command line (1.0, 2.0): the last value is used."]
 
 
 @pytest.mark.parametrize("none", ["none", "null", "None"])
-def test_none_sets_no_file_no_list_and_no_map_and_is_refused_where_a_word_is_needed(none, tmp_path):
+def test_parse_none_clears_optional_settings_and_is_rejected_elsewhere(none, tmp_path):
     flags = ("eval_dataset", "system", "tools", "eval_datasets")
     cfg = parse([word for name in flags for word in (f"--{name}", none)]).config
     assert (cfg.eval.eval_dataset, cfg.data.system, cfg.turns.tools, cfg.eval.eval_datasets) == ("", None, [], {})

@@ -36,16 +36,16 @@ def unknown_names(source: str, given: set[str] = frozenset()) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}.{file.stem}")
-def test_rules_read_settings_that_there_are(file):
+def test_rules_read_existing_settings(file):
     given = GIVEN_TO_PLUG_INS if "plugins" in file.parts else set()
     assert unknown_names(file.read_text(encoding="utf-8"), given) == set()
 
 
-def test_a_name_that_is_no_setting_is_seen():
+def test_rules_check_detects_unknown_setting_name():
     assert unknown_names('Rule("lr", lambda c: c.lrr > c.lr or c.near, "", {"near": 1})') == {"lrr"}
 
 
 @pytest.mark.parametrize("name", PLUG_INS)
-def test_settings_of_plug_ins_exist_and_so_do_their_rules(name):
+def test_plug_in_settings_and_rules_exist(name):
     assert set(PLUG_INS[name].settings.split()) <= table().keys()
     assert all(isinstance(row, (Rule, tuple)) for row in PlugIn(f"{PLUGINS}.{PLUG_INS[name].path}").load())

@@ -49,7 +49,7 @@ CASES = [
 DECAYS = {"linear": lambda x: x, "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2}
 
 
-def test_rates_and_weight_decay_follow_their_formulas_at_every_step():
+def test_lr_and_weight_decay_follow_formulas_at_every_step():
     def body(rank, world_size):
         from types import SimpleNamespace
 
@@ -90,12 +90,12 @@ def test_rates_and_weight_decay_follow_their_formulas_at_every_step():
          "weight_decay (0.3) has no effect with"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_one_sentence(values, sentence):
+def test_lr_schedule_incompatible_settings_give_one_problem(values, sentence):
     [problem] = validate(Config().with_values(values))
     assert sentence in problem.message
 
 
-def test_a_last_part_that_is_longer_than_the_run_is_refused_with_what_fits():
+def test_lr_wsd_decay_longer_than_run_is_rejected_with_longest_that_fits():
     opt = OptimizerConfig(lr_decay_style="WSD", lr_wsd_decay_iters=10, lr_warmup_iters=4)
     assert length_problems(opt, 14) == [] and length_problems(opt, None) == []
     [problem] = length_problems(opt, 12)

@@ -32,11 +32,11 @@ def said(**values):
         (dict(host=["a"], base_url=["http://a:8000", "http://b:8000"]), ["http://a:8000", "http://b:8000"]),
     ],
 )
-def test_servers_are_named_by_hosts_and_ports_or_by_urls(settings, urls):
+def test_server_addresses_from_hosts_and_ports_or_urls(settings, urls):
     assert [str(address) for address in list_addresses(servers(**settings))] == urls
 
 
-def test_files_of_addresses_are_read_anew_each_time_and_need_not_be_there_yet(tmp_path):
+def test_server_address_files_are_reread_and_may_be_missing(tmp_path):
     named = servers(host=[f"@{tmp_path}/one", f"@{tmp_path}/many"])
     assert list_addresses(named) == []
     (tmp_path / "one").write_text("http://a:1\n")
@@ -62,15 +62,15 @@ def test_files_of_addresses_are_read_anew_each_time_and_need_not_be_there_yet(tm
         (dict(vllm_server_host=["a"], vllm_server_port=[0]), "vllm_server_port ([0]) must be at least 1 and at most 65535 each"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_address_is_said(values, sentence):
+def test_server_address_that_is_invalid_is_rejected(values, sentence):
     assert all(part in said(**values) for part in sentence.split("|") if part != "http://a:8000/v1")
 
 
-def test_what_an_engine_is_started_with_are_settings_of_the_sampler():
+def test_engine_settings_belong_to_rollout_group():
     assert all(table()[name].group == "rollout" for name in ENGINE_SETTINGS)
 
 
-def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_printed(tmp_path):
+def test_server_token_is_read_from_private_file_or_variable_and_not_printed(tmp_path):
     file = tmp_path / "token"
     file.write_text("secret of the file\n")
     file.chmod(0o600)
@@ -99,6 +99,6 @@ def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_print
         read_token(servers(token_file=str(file)), environment)
 
 
-def test_an_address_file_without_an_end_is_a_sentence():
+def test_server_address_file_that_is_endless_is_rejected():
     with pytest.raises(ValueError, match="@/dev/zero cannot be read: it has more than 64 million"):
         list_addresses(Config().with_values({"vllm_server_host": ["@/dev/zero"]}).rollout)

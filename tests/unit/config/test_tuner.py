@@ -18,7 +18,7 @@ def said(*words: str) -> list[str]:
     return [problem.message for problem in validate(parse(words, dialects=lambda: DIALECTS).config)]
 
 
-def test_patterns_are_read_from_words_json_and_yaml_alike_and_written_back(tmp_path):
+def test_rank_pattern_is_read_from_flags_json_and_yaml(tmp_path):
     wanted = {"q_proj": 4, r"layers\.1\.mlp\.down_proj": 6}
     words = ["--tuner_type", "lora", "--rank_pattern"]
     file = tmp_path / "run.yaml"
@@ -31,14 +31,14 @@ def test_patterns_are_read_from_words_json_and_yaml_alike_and_written_back(tmp_p
     assert resolve(["--config", str(file)]).tuner == cfg.tuner
 
 
-def test_what_a_run_has_written_of_its_settings_is_no_contradiction(tmp_path):
+def test_tuner_settings_of_written_config_are_accepted(tmp_path):
     """It names every setting, those of the other tuner at their defaults."""
     for words in ([], ["--tuner_type", "lora"]):
         (tmp_path / "config.yaml").write_text(as_yaml(resolve(words)))
         assert said("--config", str(tmp_path / "config.yaml")) == []
 
 
-def test_a_pattern_is_shown_as_it_may_be_typed(capsys):
+def test_print_config_shows_rank_pattern_in_command_line_form(capsys):
     print_config(resolve(["--rank_pattern", "q_proj=4", "k_proj=2"]))
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "rank_pattern" in line]
     assert "q_proj=4 k_proj=2" in row
@@ -61,7 +61,7 @@ def test_a_pattern_is_shown_as_it_may_be_typed(capsys):
         ("--dialect swift --lora_alpha 32", "lora_alpha (32.0): only supported with tuner_type lora"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(words, says):
+def test_tuner_incompatible_settings_give_one_problem(words, says):
     (message,) = said(*words.split())
     assert says in message
 
@@ -75,7 +75,7 @@ def test_what_does_not_go_together_is_one_sentence(words, says):
         "--freeze_parameters model --trainable_parameters model.norm",
     ],
 )
-def test_what_goes_together_is_not_refused(words):
+def test_tuner_compatible_settings_are_accepted(words):
     assert said(*words.split()) == []
 
 
@@ -84,7 +84,7 @@ def model(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("models") / "qwen3")
 
 
-def test_the_file_of_an_adapter_decides_and_its_values_stand_in_the_configuration(model, tmp_path):
+def test_tuner_settings_are_taken_from_adapter_config_file(model, tmp_path):
     adapter = random_adapter(model, tmp_path / "adapter")
     words = ["--model", str(model), "--max_completion_length", "8", "--tuner_type", "lora", "--adapters", str(adapter)]
     words += ["--target_modules", "all-linear"]
