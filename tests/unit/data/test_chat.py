@@ -63,11 +63,11 @@ def adding(single, *more):
         ("$A", "<s> hello", "<s> hello"),
     ],
 )
-def test_a_string_is_open_at_its_end_and_has_its_beginning_once(single, text, tokens):
+def test_prompt_encoder_text_has_one_bos_and_no_eos(single, text, tokens):
     assert words(PromptEncoder(adding(single))(text)) == tokens
 
 
-def test_a_closed_text_keeps_the_end_that_the_tokenizer_adds():
+def test_prompt_encoder_keeps_eos_of_complete_text():
     assert words(encode_text(adding("<s> $A </s>"), "<s> hello", is_open=False)) == "<s> hello </s>"
 
 
@@ -106,7 +106,7 @@ def test_a_template_that_ends_answers_with_a_token_that_ends_nothing_is_noted():
         ("<|im_start|>", None),
     ],
 )
-def test_a_tag_is_opened_at_the_end_of_a_prompt_alone(prompt, opened):
+def test_find_opened_tag_reads_end_of_prompt_only(prompt, opened):
     assert find_opened_tag(prompt) == opened
 
 
@@ -115,7 +115,7 @@ def test_tags_that_are_special_tokens_are_known():
     assert SpecialTokens(adding("$A", "</think>")).hides_tags([]) and SpecialTokens(adding("$A", "<reason>")).hides_tags(["reason"])
 
 
-def test_a_string_has_no_place_for_a_system_message(tokenizer):
+def test_prompt_encoder_text_ignores_system_message(tokenizer):
     assert words(PromptEncoder(tokenizer, system="be brief")("hello there")) == "<s> hello there"
 
 
@@ -129,7 +129,7 @@ def test_system_is_put_before_messages_that_have_none(tokenizer):
     assert words(PromptEncoder(tokenizer, system="be brief")(own)).startswith("[system] well </s> [user]")
 
 
-def test_what_the_template_never_names_is_refused(tokenizer):
+def test_chat_template_kwargs_unknown_to_template_are_rejected(tokenizer):
     from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.inputs import ValidatedInputs, template_options
 
@@ -143,7 +143,7 @@ def test_enable_thinking_reaches_the_template_only_when_set(tokenizer):
     assert words(PromptEncoder(tokenizer)(HELLO)).endswith("[assistant]")
 
 
-def test_a_begun_answer_is_continued(tokenizer):
+def test_prompt_encoder_continues_a_started_answer(tokenizer):
     begun = [*HELLO, {"role": "assistant", "content": "well"}]
     assert words(PromptEncoder(tokenizer)(begun)) == "[user] hello there </s> [assistant] well"
 
@@ -181,7 +181,7 @@ def test_a_directory_without_tokenizer_is_a_config_error(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_saved_tokenizer_is_loaded_as_it_was(tokenizer, tmp_path):
+def test_load_tokenizer_of_saved_tokenizer_gives_equal_tokens(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     assert PromptEncoder(load_tokenizer(str(tmp_path)))(HELLO) == PromptEncoder(tokenizer)(HELLO)
 

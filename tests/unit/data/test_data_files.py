@@ -36,12 +36,12 @@ FORMATS = [("a.jsonl", write_jsonl), ("a.json", write_json), ("b.json", write_js
 
 
 @pytest.mark.parametrize(("name", "write"), FORMATS)
-def test_every_format_holds_the_same_rows(tmp_path, name, write):
+def test_read_rows_gives_equal_rows_for_every_format(tmp_path, name, write):
     dataset = write(tmp_path / name)
     assert list(read_rows(dataset)) == ROWS
 
 
-def test_a_directory_is_its_files_in_order_of_name(tmp_path):
+def test_read_rows_of_directory_reads_files_by_name(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", ROWS[3:])
     write_parquet(tmp_path / "a.parquet", ROWS[:3])
     rows = read_rows(str(tmp_path))
@@ -49,7 +49,7 @@ def test_a_directory_is_its_files_in_order_of_name(tmp_path):
     assert (rows.place(2), rows.place(3)) == ("a.parquet row 2", "b.jsonl line 1")
 
 
-def test_of_a_directory_with_splits_only_the_wanted_one_is_read(tmp_path):
+def test_read_rows_of_directory_with_splits_reads_chosen_split(tmp_path):
     write_jsonl(tmp_path / "train-0.jsonl", ROWS[:4])
     write_jsonl(tmp_path / "test-0.jsonl", ROWS[4:])
     assert list(read_rows(str(tmp_path))) == ROWS[:4]
@@ -78,13 +78,13 @@ def test_every_line_that_is_not_json_is_counted_and_the_first_are_named(tmp_path
     assert error.value.problems[0].flags == ("dataset",)
 
 
-def test_a_json_array_that_is_cut_off_is_named_by_line(tmp_path):
+def test_read_rows_truncated_json_array_is_rejected_with_line(tmp_path):
     (tmp_path / "a.json").write_text('[{"prompt": "a"},\n{"prompt": ')
     with pytest.raises(ConfigError, match="a.json line 2 column 12 is not JSON"):
         read_rows(str(tmp_path / "a.json"))
 
 
-def test_bytes_that_are_no_text_are_named_by_line(tmp_path):
+def test_read_rows_invalid_utf8_is_rejected_with_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n')
     with pytest.raises(ConfigError, match="a.jsonl has 1 line.*line 2"):
         read_rows(str(tmp_path / "a.jsonl"))
@@ -96,7 +96,7 @@ def test_bytes_that_are_no_text_are_named_by_line(tmp_path):
      ("no/such/dir/a.jsonl", "and neither does its directory"),
      ("empty.jsonl", "has no rows"), ("a.csv", "'.csv'"), ("hollow", "is a directory without")],
 )  # fmt: skip
-def test_a_path_that_cannot_be_read_is_an_error_that_says_what_can(tmp_path, monkeypatch, dataset, message):
+def test_read_rows_unreadable_path_is_rejected_with_supported_formats(tmp_path, monkeypatch, dataset, message):
     write_jsonl(tmp_path / "here.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "a.csv").write_text("prompt\n")

@@ -53,7 +53,7 @@ def held_out(name: str, **settings):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_chat_in_another_form_is_the_same_chat(tmp_path, row, streaming):
+def test_load_rows_converts_other_chat_forms(tmp_path, row, streaming):
     cfg = DataConfig(dataset=write(tmp_path / "a.jsonl", lines(row)), streaming=streaming, max_prompt_length=9)
     assert load_rows(cfg).raw(0) == CHAT
 
@@ -65,7 +65,7 @@ def test_keys_that_parquet_fills_with_null_are_left_out_at_every_depth_but_not_t
 
 
 @pytest.mark.parametrize("text", ["[]", "[1, 2]", '{"a": 1}', '[{"a": 1}] is a list', "[broken"])
-def test_a_string_that_is_json_but_no_chat_stays_a_string(tmp_path, text):
+def test_load_rows_keeps_json_text_that_is_not_a_chat(tmp_path, text):
     assert loaded(write(tmp_path / "a.jsonl", lines({"prompt": text}))).raw(0) == text
 
 
@@ -84,7 +84,7 @@ def test_a_value_inside_a_column_can_be_named_from_either_side(tmp_path, columns
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_an_array_is_an_array_whatever_the_suffix(tmp_path, indent):
+def test_load_rows_reads_json_array_with_any_suffix(tmp_path, indent):
     rows = loaded(write(tmp_path / "a.jsonl", json.dumps(ROWS, indent=indent)))
     assert [rows.raw(index) for index in range(3)] == [row["prompt"] for row in ROWS]
 
@@ -117,7 +117,7 @@ def test_an_array_is_an_array_whatever_the_suffix(tmp_path, indent):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_file_of_another_shape_is_one_sentence_with_what_helps(tmp_path, name, content, sentence, streaming):
+def test_load_rows_of_unsupported_layout_gives_one_problem_with_remedy(tmp_path, name, content, sentence, streaming):
     cfg = DataConfig(dataset=write(tmp_path / name, content), streaming=streaming, max_prompt_length=9)
     with pytest.raises(ConfigError, match=sentence) as error:
         load_rows(cfg)
@@ -141,7 +141,7 @@ def folder(path, **files) -> str:
     return str(path)
 
 
-def test_a_held_out_set_is_read_from_a_split_of_its_own(tmp_path):
+def test_eval_dataset_is_read_from_its_own_split(tmp_path):
     both = folder(tmp_path / "both", train_jsonl="a", test_jsonl="b")
     assert loaded(both).raw(0) == "a" and held_out(both) == ["b"] and held_out(both, dataset_split="train") == ["b"]
     assert held_out(both, eval_dataset_split="train") == ["a"]
@@ -156,7 +156,7 @@ def test_a_held_out_set_is_read_from_a_split_of_its_own(tmp_path):
         loaded(str(tmp_path / "plain" / "x.jsonl"), dataset_split="test")
 
 
-def test_a_split_is_found_anywhere_in_a_name_as_a_word_of_its_own(tmp_path):
+def test_dataset_split_is_matched_as_a_word_in_file_names(tmp_path):
     named = folder(tmp_path / "a", gsm_train_jsonl="a", gsm_test_jsonl="b", data__Validation__0_jsonl="v", trainer_state_jsonl="t")
     write(tmp_path / "a" / "dataset_info.json", '{\n "features": 1}')
     write(tmp_path / "a" / ".cache" / "x.json", "5")
@@ -196,7 +196,7 @@ def test_a_saved_data_set_with_missing_or_damaged_files_is_refused_in_a_sentence
             loaded(str(Path(file).parent))
 
 
-def test_columns_and_truncation_of_a_held_out_set_are_its_own_where_they_are_set():
+def test_eval_dataset_settings_default_to_those_of_training():
     cfg = Config().with_values({"eval_dataset": "x", "columns": {"q": "prompt"}, "truncation_strategy": "delete", "dataset_split": "a"})
     assert (
         choose_data_config(cfg, "eval_dataset").columns == {"q": "prompt"}
@@ -209,7 +209,7 @@ def test_columns_and_truncation_of_a_held_out_set_are_its_own_where_they_are_set
     assert (part.columns, part.truncation_strategy, part.dataset_split) == ({"q": "prompt"}, "raise", "a"), "rows of the training set"
 
 
-def test_held_out_prompts_that_are_trained_are_counted(tmp_path):
+def test_find_shared_counts_held_out_prompts_in_training_set(tmp_path):
     trained = loaded(write(tmp_path / "a.jsonl", lines(*ROWS)))
     held = loaded(write(tmp_path / "b.jsonl", lines(ROWS[1], {"prompt": "new"}, {"prompt": ROWS[1]["prompt"], "answer": 0})))
     [note] = find_shared(trained, held, "eval_dataset")
@@ -252,7 +252,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [{**TOOLS[0], "strict": None}]])
-def test_tools_system_and_arguments_of_a_row_are_shown_to_the_model_in_this_row_alone(tmp_path, tools):
+def test_row_tools_system_and_template_kwargs_apply_to_that_row_only(tmp_path, tools):
     own = {"prompt": CHAT, "tools": tools, "system": "Add.", "chat_template_kwargs": {"enable_thinking": False}}
     (first, second), stream = shown(tmp_path, own, {"prompt": CHAT, "tools": None}, enable_thinking=True, system="Think.")
     assert first == [[{"role": "system", "content": "Add."}, *CHAT], TOOLS, {"enable_thinking": False}]
@@ -274,13 +274,13 @@ def test_a_column_that_cannot_be_shown_is_refused(tmp_path, column, sentence):
         shown(tmp_path, {"prompt": CHAT}, {"prompt": CHAT, **column})
 
 
-def test_episodes_refuse_tools_of_a_row_and_take_its_system_message(tmp_path):
+def test_check_for_episodes_rejects_row_tools_and_accepts_row_system(tmp_path):
     rows = loaded(write(tmp_path / "a.jsonl", lines({"prompt": CHAT, "system": "s"}, {"prompt": CHAT, "tools": TOOLS})))
     with pytest.raises(ConfigError, match="1 of 2 rows have `tools` or `chat_template_kwargs`, but episodes are .*: a.jsonl line 2"):
         check_for_episodes(rows, "dataset")
 
 
-def test_what_does_not_change_a_prompt_is_noted(tmp_path):
+def test_find_notes_lists_columns_without_effect_on_the_prompt(tmp_path):
     beside = {"prompt": "5", "messages": CHAT, "tools": TOOLS, "history": [["a", "b"]], "answer": 1}
     cfg = DataConfig(dataset=write(tmp_path / "a.jsonl", lines(beside, {"prompt": "6"})), system="s", enable_thinking=False)
     rows = load_rows(cfg)

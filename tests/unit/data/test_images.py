@@ -59,7 +59,7 @@ def upright(data):
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_turned_picture_is_upright_and_its_header_tells_the_size(form, orientation):
+def test_decode_image_applies_exif_orientation_and_header_gives_size(form, orientation):
     data = as_bytes(picture(40, 90), form, exif=exif(orientation))
     image = decode_image(data)
     assert (image.height, image.width) == ImageSource("x", held=data).size() == ((90, 40) if orientation > 4 else (40, 90))
@@ -68,13 +68,13 @@ def test_a_turned_picture_is_upright_and_its_header_tells_the_size(form, orienta
 
 @pytest.mark.parametrize(("mode", "form"), [("L", "PNG"), ("P", "PNG"), ("P", "GIF"), ("LA", "PNG"), ("1", "PNG"), ("CMYK", "JPEG"),
                                             ("L", "JPEG"), ("RGB", "BMP"), ("RGB", "PPM")])  # fmt: skip
-def test_every_mode_becomes_rgb(mode, form):
+def test_decode_image_converts_every_mode_to_rgb(mode, form):
     image = decode_image(as_bytes(picture(33, 47, mode=mode), form))
     assert image.mode == "RGB" and image.size == (47, 33)
     assert np.abs(np.asarray(image).astype(int) - np.asarray(picture(33, 47, mode=mode).convert("RGB")).astype(int)).mean() < 3
 
 
-def test_pixels_are_handed_over_without_metadata_so_that_no_reader_turns_them_again():
+def test_decode_image_removes_metadata_so_vllm_does_not_rotate_again():
     from PIL import Image, ImageOps
     from vllm.multimodal.parse import MultiModalDataParser
 
@@ -87,7 +87,7 @@ def test_pixels_are_handed_over_without_metadata_so_that_no_reader_turns_them_ag
         assert np.array_equal(np.asarray(decode_image(as_png(Image.open(io.BytesIO(data))))), np.asarray(image))
 
 
-def test_what_is_transparent_is_white_and_sixteen_bits_are_not_cut():
+def test_decode_image_makes_transparency_white_and_scales_sixteen_bits():
     from PIL import Image
 
     clear = Image.new("RGBA", (30, 30), (0, 0, 0, 0))
@@ -100,7 +100,7 @@ def test_what_is_transparent_is_white_and_sixteen_bits_are_not_cut():
         decode_image(as_bytes(Image.fromarray(np.ones((30, 30), np.float32)), "TIFF"))
 
 
-def test_tokens_follow_from_the_size_as_in_transformers():
+def test_image_token_count_equals_transformers():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     rng = np.random.default_rng(0)
@@ -114,7 +114,7 @@ def test_tokens_follow_from_the_size_as_in_transformers():
 
 
 @pytest.mark.parametrize("size", [(56, 56), (30, 200), (333, 200), (28, 28), (1, 150), (700, 700)])
-def test_the_header_promises_the_patches_that_are_made(size):
+def test_image_patch_count_from_header_equals_patches(size):
     data = as_bytes(picture(*size))
     grid = EYES.grid(*ImageSource("x", held=data).size())
     patches = EYES.patches(decode_image(data))
@@ -160,7 +160,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_picture_that_cannot_be_used_is_named_with_its_row(tmp_path, name):
+def test_image_that_cannot_be_used_is_rejected_with_row(tmp_path, name):
     make, said = BAD[name]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "good.png").write_bytes(as_bytes(picture(40, 40)))
@@ -170,7 +170,7 @@ def test_a_picture_that_cannot_be_used_is_named_with_its_row(tmp_path, name):
     assert __import__("re").search(said, message), message
 
 
-def test_a_bomb_is_refused_by_its_header(tmp_path):
+def test_image_with_too_many_pixels_is_rejected_by_header(tmp_path):
     """41,000 x 41,000 pixels in some 200 kB: no pixel of it is made."""
     from PIL import Image
 
@@ -182,7 +182,7 @@ def test_a_bomb_is_refused_by_its_header(tmp_path):
     assert "has 10,000 x 10,000 pixels, more than the maximum of 89,478,485" in list_problems(rows_at(tmp_path, asks("b.png")))
 
 
-def test_rows_say_which_picture_goes_where(tmp_path):
+def test_image_placeholders_must_match_images_of_the_row(tmp_path):
     (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
     for row, said in (
         (asks("a.png", "a.png"), r"have 2 image\(s\) in `images` and 1 placeholder"),
@@ -214,7 +214,7 @@ def test_rows_say_which_picture_goes_where(tmp_path):
         load_rows(rows_at(tmp_path, asks("a.png")))
 
 
-def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path):
+def test_images_with_episodes_or_rollout_func_are_rejected_at_load(tmp_path):
     """Episodes, and rollout functions: else the first prompt with a picture ends the run, or a later turn does not see it."""
     (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
     seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), image_spec=EYES)
@@ -228,14 +228,14 @@ def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path)
     assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(sets=[("dataset", seen)]))
 
 
-def test_parts_and_tags_are_places_alike():
+def test_image_parts_and_image_tags_are_both_placeholders():
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "a<image>b", "image": None}]
     assert num_places([{"role": "user", "content": parts}]) == 2 == num_places("x<image><image>")
     assert with_parts(parts) == [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     assert with_parts("a<image>") == [{"type": "text", "text": "a"}, {"type": "image"}] and with_parts("a") == "a"
 
 
-def test_every_form_of_a_column_is_the_same_picture(tmp_path):
+def test_image_column_forms_give_equal_images(tmp_path):
     image = picture(60, 90)
     data = as_bytes(image)
     (tmp_path / "a.png").write_bytes(data)
@@ -249,7 +249,7 @@ def test_every_form_of_a_column_is_the_same_picture(tmp_path):
     assert images_of_row({"images": None}) == images_of_row({}) == images_of_row({"images": []}) == []
 
 
-def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
+def test_image_key_depends_on_bytes_and_settings_not_path(tmp_path):
     """Mutations: the path alone; without max_pixels."""
     from dataclasses import replace
 
@@ -266,7 +266,7 @@ def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
     assert not np.array_equal(one.patches(), other.patches())
 
 
-def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
+def test_image_file_changed_during_run_raises_with_row_and_file(tmp_path):
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60)))
     found = ImageStore(ConcatRows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).images(0)[0]
     assert found.key
@@ -278,7 +278,7 @@ def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
         found.data()
 
 
-def test_a_picture_is_sent_as_a_name_and_found_again():
+def test_image_is_sent_to_ranks_by_name_and_loaded_there():
     data = as_bytes(picture(60, 60))
     image_store = ImageStore(ConcatRows([([{"images": [data]}], "d row {}".format)]), EYES, root=".")
     found = image_store.images(0)[0]
@@ -287,7 +287,7 @@ def test_a_picture_is_sent_as_a_name_and_found_again():
     assert pickle.loads(sent) is found
 
 
-def test_patches_are_kept_up_to_a_bound():
+def test_patch_cache_evicts_above_its_byte_limit():
     cache = PatchCache(most_bytes=3000)
     for number in range(5):
         cache.put(str(number), np.zeros(250, np.float32))
@@ -297,7 +297,7 @@ def test_patches_are_kept_up_to_a_bound():
     assert cache.get("huge") is None
 
 
-def test_long_and_short_ids_belong_together():
+def test_image_token_ids_expand_and_collapse_consistently():
     class Seen:
         grid, merge = (1, 4, 6), 2
 
@@ -312,7 +312,7 @@ def test_long_and_short_ids_belong_together():
         expand_image_tokens([*short, 9], pictures_, 9)
 
 
-def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, monkeypatch):
+def test_max_pixels_setting_overrides_environment_variable_with_note(tmp_path, monkeypatch):
     config = {"vision_config": {"patch_size": 14}, "image_token_id": 9, "vision_start_token_id": 7, "vision_end_token_id": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}))
@@ -350,7 +350,7 @@ class SmallTokenizer:
         return {"input_ids": ids}
 
 
-def test_picture_tokens_count_for_max_prompt_length_and_a_stream_leads_to_them_again(tmp_path):
+def test_image_tokens_count_toward_max_prompt_length(tmp_path):
     for name, size in (("a", (56, 56)), ("b", (112, 112)), ("c", (56, 84))):
         (tmp_path / f"{name}.png").write_bytes(as_bytes(picture(*size)))
     cfg = rows_at(tmp_path, asks("a.png"), asks("b.png", "c.png", text="<image>x<image>"), {"prompt": [{"role": "user", "content": "no"}]})
@@ -371,7 +371,7 @@ def test_picture_tokens_count_for_max_prompt_length_and_a_stream_leads_to_them_a
     assert len(open_stream(deleted, SmallTokenizer(), seed=3, image_spec=EYES)) == 2
 
 
-def test_another_file_under_the_same_name_is_another_data_set(tmp_path):
+def test_dataset_fingerprint_changes_with_image_file_content(tmp_path):
     (tmp_path / "a.png").write_bytes(as_bytes(picture(56, 56)))
     cfg = rows_at(tmp_path, asks("a.png"))
     rows = load_rows(cfg, image_spec=EYES)
@@ -389,7 +389,7 @@ def test_formats_whose_decoders_start_programs_are_not_opened(tmp_path):
         decode_image(data)
 
 
-def test_a_device_is_not_read(tmp_path):
+def test_image_path_that_is_a_device_is_rejected(tmp_path):
     found = (
         make_image_source("zero", tmp_path)
         if (tmp_path / "zero").symlink_to("/dev/zero")

@@ -30,14 +30,14 @@ def prompts(names, *, flag="dataset", seed=1, **settings) -> list[str]:
     return [rows.raw(index) for index in range(len(rows))]
 
 
-def test_several_sets_are_one_behind_the_other_and_each_row_is_named_as_its_own_file_names_it(sets):
+def test_several_datasets_are_concatenated_with_row_names_of_their_files(sets):
     names = sets("b.jsonl", "c.jsonl")
     assert prompts(names) == ["b0", "b1", "b2", "b3", "c0", "c1", "c2"]
     rows = load_rows(DataConfig(dataset=names[0], further_datasets=names[1:]))
     assert rows.rows.place(5) == read_rows(names[1]).place(1) == "c.jsonl line 2"
 
 
-def test_so_many_rows_are_drawn_without_one_twice_before_all_have_come(sets):
+def test_dataset_sample_suffix_draws_rows_without_replacement(sets):
     whole = prompts(sets("a.jsonl"))
     drawn = prompts(sets("a.jsonl#4"))
     assert len(set(drawn)) == 4 and set(drawn) < set(whole) and drawn == prompts(sets("a.jsonl#4"))
@@ -49,13 +49,13 @@ def test_so_many_rows_are_drawn_without_one_twice_before_all_have_come(sets):
         prompts(sets("a.jsonl#0"))
 
 
-def test_a_file_whose_name_ends_so_is_that_file(sets, tmp_path):
+def test_dataset_file_name_ending_like_sample_suffix_is_read_as_file(sets, tmp_path):
     (tmp_path / "d#2").mkdir()
     (tmp_path / "d#2" / "rows.jsonl").write_text('{"prompt": "d"}\n' * 3)
     assert prompts(sets("d#2")) == ["d"] * 3
 
 
-def test_weights_hold_at_every_place_of_the_mixture(sets):
+def test_interleave_prob_holds_in_every_prefix_of_the_mixture(sets):
     mixed = prompts(sets("a.jsonl", "b.jsonl"), interleave_prob=[3.0, 1.0])
     assert len(mixed) == 13, "a has 10 rows, and is used up when b has given 10 / 3 of its 4"
     for place in range(1, len(mixed) + 1):
@@ -68,12 +68,12 @@ def test_weights_hold_at_every_place_of_the_mixture(sets):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("weights", [[0.0, 1.0], [1.0], [1.0, 1.0, 1.0]])
-def test_weights_that_are_refused_elsewhere_do_not_keep_the_rows_from_being_read(sets, weights, streaming):
+def test_interleave_prob_of_wrong_length_does_not_fail_in_load_rows(sets, weights, streaming):
     rows = prompts(sets("b.jsonl", "c.jsonl"), interleave_prob=weights, streaming=streaming)
     assert rows == ["b0", "b1", "b2", "b3", "c0", "c1", "c2"]
 
 
-def test_columns_get_their_names_here_and_a_name_that_is_nowhere_is_refused(sets):
+def test_columns_setting_renames_columns_and_rejects_unknown_names(sets):
     rows = load_rows(DataConfig(dataset=sets("b.jsonl")[0], columns={"answer": "solution"}))
     assert rows.columns(1) == {"solution": 1}
     with pytest.raises(ConfigError, match="columns: the first row of dataset has no anser; it has prompt, answer"):
@@ -82,7 +82,7 @@ def test_columns_get_their_names_here_and_a_name_that_is_nowhere_is_refused(sets
         prompts(sets("b.jsonl"), columns={"answer": "prompt"})
 
 
-def test_what_is_held_out_is_never_trained_on(sets):
+def test_split_dataset_ratio_rows_are_excluded_from_training(sets):
     names = sets("a.jsonl", "b.jsonl")
     trained, held = prompts(names, split_dataset_ratio=0.2), prompts(names, split_dataset_ratio=0.2, flag=SPLIT)
     assert len(held) == 3 and sorted(trained + held) == sorted(prompts(names)) and prompts(names, flag="eval_dataset")[0] == "a0"
@@ -92,7 +92,7 @@ def test_what_is_held_out_is_never_trained_on(sets):
         prompts(sets("b.jsonl"), split_dataset_ratio=0.95)
 
 
-def test_words_behind_dataset_are_further_ones(sets):
+def test_dataset_flag_with_several_values_sets_further_datasets(sets):
     cfg = check(["--dataset", "a.jsonl", "b.jsonl#3", "--interleave_prob", "0.5", "0.5"]).config
     assert (cfg.data.dataset, cfg.data.further_datasets) == ("a.jsonl", ["b.jsonl#3"])
     file = Path(sets("run.yaml")[0])
@@ -113,6 +113,6 @@ def test_words_behind_dataset_are_further_ones(sets):
         ({"split_dataset_ratio": 0.1, "eval_dataset": "y"}, "both define the held-out set"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(values, sentence):
+def test_mixing_incompatible_settings_give_one_problem(values, sentence):
     [problem] = validate(Config().with_values({"dataset": "x", **values}))
     assert sentence in problem.message

@@ -47,7 +47,7 @@ def test_the_next_epoch_fills_a_rollout_that_straddles_the_end(ten):
     assert Counter(prompt.row for rollout in rollouts for prompt in rollout) == Counter({row: 2 for row in range(10)})
 
 
-def test_prompts_given_back_come_next_also_across_the_end_of_an_epoch(ten):
+def test_stream_returns_given_back_prompts_next_across_epochs(ten):
     source = stream(ten)
     source.take(6)
     first = source.take(8)
@@ -56,7 +56,7 @@ def test_prompts_given_back_come_next_also_across_the_end_of_an_epoch(ten):
     assert [(prompt.number, prompt.row) for prompt in source.take(5)] == [(prompt.number, prompt.row) for prompt in first[3:]]
 
 
-def test_order_depends_on_seed_and_epoch_alone(ten):
+def test_stream_order_depends_only_on_seed_and_epoch(ten):
     whole = [prompt.row for prompt in stream(ten).take(30)]
     source = stream(ten)
     assert [prompt.row for size in (1, 6, 13, 10) for prompt in source.take(size)] == whole
@@ -70,7 +70,7 @@ def test_permutation_is_the_same_on_every_machine():
     assert sorted(permutation(1000, -3, 5).tolist()) == list(range(1000))
 
 
-def test_permutations_are_unbiased_in_their_first_place():
+def test_permutation_first_element_is_uniform():
     firsts = Counter(int(permutation(5, seed, 0)[0]) for seed in range(2000))
     assert all(abs(firsts[row] - 400) < 80 for row in range(5))  # more than four standard deviations
 
@@ -80,7 +80,7 @@ def test_without_shuffle_the_order_is_that_of_the_file(ten):
 
 
 @pytest.mark.parametrize("stop", [0, 3, 10, 17])
-def test_a_restored_stream_goes_on_as_if_it_had_never_stopped(ten, stop):
+def test_stream_after_restore_continues_identically(ten, stop):
     uninterrupted, first, second = stream(ten), stream(ten), stream(ten)
     expected = uninterrupted.take(25)[stop:]
     first.take(stop)
@@ -88,7 +88,7 @@ def test_a_restored_stream_goes_on_as_if_it_had_never_stopped(ten, stop):
     assert second.take(25 - stop) == expected
 
 
-def test_state_stays_small(ten):
+def test_stream_state_size_is_bounded(ten):
     source = stream(ten)
     source.take(1000)
     assert len(json.dumps(source.state())) < 200
@@ -105,7 +105,7 @@ def test_restoring_under_another_order_is_refused(ten, change, flag, message):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_leaves_out_what_fills_no_rollout_and_goes_on_from_any_place(ten, shuffle):
+def test_stream_with_drop_last_omits_incomplete_rollout_and_resumes_anywhere(ten, shuffle):
     """Rollouts of 4 of 10 prompts: the first 8 of each permutation."""
     source = stream(ten, shuffle=shuffle)
     source.epoch_multiple = 4
@@ -146,7 +146,7 @@ def test_prompts_carry_tokens_and_every_other_column(ten):
     assert (prompt.raw, prompt.token_ids, dict(prompt.columns)) == ("a", (97,), {"answer": 0, "note": None})
 
 
-def test_messages_lose_the_answer_they_end_with(tmp_path):
+def test_messages_prompt_omits_final_assistant_answer(tmp_path):
     question = [{"role": "user", "content": "1+1?"}]
     rows = rows_of(tmp_path, [{"messages": [*question, {"role": "assistant", "content": "2"}], "solution": "2"}, {"messages": question}])
     assert [rows.raw(0), rows.raw(1)] == [question, question]
@@ -165,7 +165,7 @@ def test_rows_without_a_prompt_are_counted_and_named_by_line(tmp_path):
     assert [message.rpartition(": ")[2] for message in messages[1:]] == [f"data.jsonl line {line}." for line in (9, 10, 11, 12)]
 
 
-def test_prompts_that_are_too_long_are_refused_with_what_would_work(tmp_path):
+def test_check_lengths_rejects_long_prompts_with_length_that_fits(tmp_path):
     rows = rows_of(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
     with pytest.raises(ConfigError) as error:
         check_lengths(rows, encode, DataConfig(max_prompt_length=4))
@@ -176,7 +176,7 @@ def test_prompts_that_are_too_long_are_refused_with_what_would_work(tmp_path):
     assert check_lengths(rows, encode, DataConfig(max_prompt_length=9)).longest_prompt == 9
 
 
-def test_long_prompts_can_be_deleted(tmp_path):
+def test_check_lengths_with_truncation_delete_skips_long_prompts(tmp_path):
     rows = rows_of(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
     kept = check_lengths(rows, encode, DataConfig(max_prompt_length=4, truncation_strategy="delete"))
     assert (len(kept), kept.longest_prompt, kept.keep.tolist()) == (2, 4, [0, 2])
@@ -190,7 +190,7 @@ def test_a_prompt_of_no_tokens_is_refused(ten):
         check_lengths(ten, lambda raw: [], DataConfig())
 
 
-def test_keep_is_an_array_so_that_a_million_rows_stay_small(ten):
+def test_kept_row_indices_are_an_array(ten):
     assert ten.keep.dtype == np.int64
 
 
@@ -210,19 +210,19 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text"
         ({"prompt": [{"role": "user", "content": ["bare"]}]}, "with a part of type str"),
     ],
 )
-def test_what_a_text_model_would_not_see_is_refused(tmp_path, row, fault):
+def test_rows_with_content_unsupported_by_text_models_are_rejected(tmp_path, row, fault):
     with pytest.raises(ConfigError, match="1 of 2 rows have ") as error:
         rows_of(tmp_path, [{"prompt": "fine"}, row])
     assert fault in str(error.value) and str(error.value).endswith("data.jsonl line 2.")
 
 
-def test_an_empty_column_of_images_and_an_answer_of_tool_calls_are_no_fault(tmp_path):
+def test_rows_with_empty_images_or_tool_call_messages_are_accepted(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     chat = [{"role": "user", "content": "f?"}, call, {"role": "tool", "content": "1"}]
     assert len(rows_of(tmp_path, [{"prompt": "a", "images": []}, {"prompt": "b", "images": None}, {"prompt": chat}])) == 3
 
 
-def test_prompts_that_the_chat_template_refuses_are_named_with_its_reason(tmp_path):
+def test_check_lengths_reports_prompts_rejected_by_chat_template(tmp_path):
     def encode(raw):
         if raw == "odd":
             raise ValueError("roles must alternate")

@@ -88,7 +88,7 @@ def said(folder: Path, *, is_trusted: bool) -> str:
     return problem.message if problem else ""
 
 
-def test_a_tokenizer_of_its_own_is_refused_and_its_code_does_not_run(model, mark, monkeypatch):
+def test_remote_code_tokenizer_without_trust_is_rejected_and_not_executed(model, mark, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     with pytest.raises(ConfigError) as caught:
         load_tokenizer(str(model))
@@ -100,7 +100,7 @@ def test_a_tokenizer_of_its_own_is_refused_and_its_code_does_not_run(model, mark
     assert not mark.exists()
 
 
-def test_trusted_code_runs_after_it_was_named(model, plain, mark, caplog):
+def test_remote_code_with_trust_is_executed_after_a_warning(model, plain, mark, caplog):
     with caplog.at_level(logging.WARNING):
         mine = load_tokenizer(str(model), trust_remote_code=True)
     assert mine("8 9")["input_ids"] == [7, *load_tokenizer(str(plain))("8 9")["input_ids"]] == [7, 8, 9]
@@ -113,14 +113,14 @@ def test_trusted_code_runs_after_it_was_named(model, plain, mark, caplog):
 
 
 @pytest.mark.parametrize("known", ["Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast"])
-def test_a_tokenizer_that_transformers_has_too_needs_no_code_and_runs_none(model, mark, known):
+def test_remote_code_tokenizer_known_to_transformers_runs_no_code(model, mark, known):
     change(model / "tokenizer_config.json", tokenizer_class=known)
     assert said(model, is_trusted=False) == ""
     load_tokenizer(str(model))
     assert not mark.exists()
 
 
-def test_a_configuration_that_nobody_else_has_is_refused_where_vllm_would_fail(model):
+def test_remote_code_config_unknown_to_vllm_is_rejected(model):
     change(model / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     change(model / "config.json", model_type="kimi_k2")  # transformers has none, vLLM has
     assert said(model, is_trusted=False) == ""
@@ -128,7 +128,7 @@ def test_a_configuration_that_nobody_else_has_is_refused_where_vllm_would_fail(m
     assert said(model, is_trusted=False).startswith(f"model: the configuration of {model} is custom code")
 
 
-def test_code_that_is_in_another_repository_or_missing_is_said_and_nothing_is_fetched(model, mark):
+def test_remote_code_in_other_repository_or_missing_is_rejected_without_download(model, mark):
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["somebody/else--tokenization_mine.Mine", None]})
     where = "refers to code in another place .somebody/else--tokenization_mine.Mine., which is not downloaded. "
     with pytest.raises(ConfigError, match=where + "Copy its file into the folder, and write tokenization_mine.Mine there."):
@@ -140,18 +140,18 @@ def test_code_that_is_in_another_repository_or_missing_is_said_and_nothing_is_fe
     assert not mark.exists()
 
 
-def test_code_that_cannot_run_is_a_sentence(model):
+def test_remote_code_that_fails_raises_config_error(model):
     (model / "tokenization_mine.py").write_text("import a_library_that_nobody_has\nclass Mine: pass\n")
     with pytest.raises(ConfigError, match="has no tokenizer that can be loaded: ImportError: .*a_library_that_nobody_has"):
         load_tokenizer(str(model), trust_remote_code=True)
 
 
-def test_a_model_without_code_of_its_own_is_as_before(plain):
+def test_remote_code_setting_has_no_effect_on_model_without_code(plain):
     assert said(plain, is_trusted=False) == said(plain, is_trusted=True) == "" and make_code_warning(plain) is None
     assert load_tokenizer(str(plain), trust_remote_code=True).get_vocab() == load_tokenizer(str(plain)).get_vocab()
 
 
-def test_layers_of_its_own_are_copied_with_a_model_and_never_run(model, mark):
+def test_remote_code_of_layers_is_copied_and_not_executed(model, mark):
     assert set(files_named(model)) - set(files_that_run(model)) == {"modeling_mine.py"}
     reader = HfReader(model)
     with HfWriter(model.parent / "out", model) as write:
@@ -161,7 +161,7 @@ def test_layers_of_its_own_are_copied_with_a_model_and_never_run(model, mark):
     assert load_tokenizer(str(model.parent / "out"), trust_remote_code=True)("8")["input_ids"] == [7, 8]
 
 
-def test_code_for_pictures_runs_for_a_model_that_sees(model):
+def test_remote_code_of_image_processor_is_listed_for_vision_models(model):
     (model / "images_mine.py").write_text("")
     (model / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "images_mine.X"}}))
     assert "images_mine.py" not in files_that_run(model)
@@ -169,7 +169,7 @@ def test_code_for_pictures_runs_for_a_model_that_sees(model):
     assert "images_mine.py" in files_that_run(model)
 
 
-def test_changed_code_makes_other_tokens(model):
+def test_tokenizer_fingerprint_changes_with_remote_code(model):
     names = [tokenizer_fingerprint(load_tokenizer(str(model), trust_remote_code=True))]
     (model / "tokenization_mine.py").write_text(CODE.replace("[7,", "[8,"))
     names.append(tokenizer_fingerprint(load_tokenizer(str(model), trust_remote_code=True)))
@@ -185,7 +185,7 @@ def plan(model: Path, capsys, *words: str) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_plan_refuses_names_the_files_and_runs_nothing(model, mark, capsys, monkeypatch, tmp_path):
+def test_plan_with_remote_code_names_files_and_executes_nothing(model, mark, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, found = plan(model, capsys)
     assert code == 2 and [error["message"] for error in found["errors"]] == [said(model, is_trusted=False)]
@@ -197,7 +197,7 @@ def test_plan_refuses_names_the_files_and_runs_nothing(model, mark, capsys, monk
     assert not mark.exists()
 
 
-def test_a_checkpoint_does_not_say_that_code_may_run(monkeypatch):
+def test_trust_remote_code_is_not_taken_from_a_checkpoint(monkeypatch):
     from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.open_checkpoint import settings_over
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_does_not_say_that_code_may_run(monkeypatch):
     assert settings_over(Config(), {"trust_remote_code": True, "seed": 5}).run.seed == 5
 
 
-def test_ranks_load_it_together_and_vllm_samples_with_it(model):
+def test_remote_code_tokenizer_loads_on_all_ranks(model):
     modules = model.parent / "modules"
 
     def body(rank, world_size):
@@ -226,7 +226,7 @@ def test_ranks_load_it_together_and_vllm_samples_with_it(model):
     assert run_ranks(body, 2) == [([7, 8], [7, 8])] * 2
 
 
-def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(model, mark):
+def test_mismatch_with_remote_code_requires_trust(model, mark):
     modules = model.parent / "modules"
 
     def body(rank, world_size, *words):
@@ -246,7 +246,7 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
     assert code == 0 and "tokenizer" in mark.read_text().split(), said
 
 
-def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
+def test_model_card_of_remote_code_model_passes_trust_remote_code(model, plain):
     from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.metrics.model_card import ModelCard, render_card
 
@@ -255,7 +255,7 @@ def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
         assert ('AutoTokenizer.from_pretrained("out", trust_remote_code=True)' in text) == trusts
 
 
-def test_other_code_is_another_content(model):
+def test_run_fingerprint_changes_with_remote_code(model):
     from megatron_grpo.core.settings import ModelConfig
     from megatron_grpo.run.checkpoint.fingerprints import compute_fingerprints
     from megatron_grpo.run.config.settings import Config
@@ -294,7 +294,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_code_is_fetched_from_the_hub_only_where_it_may_run(model, tmp_path):
+def test_remote_code_is_downloaded_only_with_trust(model, tmp_path):
     Hub.files = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix in (".py", ".json")}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()

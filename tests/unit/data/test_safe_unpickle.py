@@ -21,14 +21,14 @@ from tests.unit.data.test_prompts import rows_of
 CHAT = [{"role": "user", "content": "a b"}]
 
 
-def test_a_file_without_line_ends_is_not_taken_into_memory(tmp_path):
+def test_read_rows_rejects_line_above_64_mib(tmp_path):
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.truncate(100 * LONGEST_LINE)
     with pytest.raises(ConfigError, match="a.jsonl line 1 is longer than the maximum of 64 MiB"):
         read_rows(str(tmp_path / "a.jsonl"))
 
 
-def test_a_parquet_file_that_swells_is_given_up_in_time(tmp_path):
+def test_read_rows_rejects_parquet_file_above_memory_limit(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -41,7 +41,7 @@ def test_a_parquet_file_that_swells_is_given_up_in_time(tmp_path):
     assert len(read_rows(str(path))) == 40_000  # 40 MB: there is room for it
 
 
-def test_a_template_without_an_end_is_named_with_its_row(tmp_path):
+def test_chat_template_that_does_not_end_is_rejected_with_row(tmp_path):
     release = threading.Event()
 
     def encode(raw):
@@ -55,7 +55,7 @@ def test_a_template_without_an_end_is_named_with_its_row(tmp_path):
         release.set()
 
 
-def test_a_process_ends_although_a_template_goes_on():
+def test_process_exits_while_a_chat_template_still_runs():
     program = """
 import numpy as np
 from megatron_grpo.run.data.files import ConcatRows
@@ -69,7 +69,7 @@ tokenised(PromptDataset(rows=rows, keep=np.arange(1), longest_prompt=None), enco
     assert ended.returncode == 1 and "a.jsonl line 1" in ended.stderr
 
 
-def test_what_is_not_about_a_row_leaves_the_thread_as_it_is(tmp_path):
+def test_keyboard_interrupt_in_tokenization_is_reraised(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tokenised(rows_of(tmp_path, [{"prompt": "a"}]), lambda raw: (_ for _ in ()).throw(KeyboardInterrupt), "dataset")
 
@@ -79,7 +79,7 @@ def test_what_is_not_about_a_row_leaves_the_thread_as_it_is(tmp_path):
     ["{{ ''.__class__.__mro__ }}", "{{ messages.__init__.__globals__ }}", "{{ cycler.__init__.__globals__.os.system('true') }}",
      "{% for a in range(10 ** 9) %}{% endfor %}", "{% include '/etc/passwd' %}", "{% do messages.clear() %}{{ messages.clear() }}"],
 )  # fmt: skip
-def test_a_template_reaches_nothing_outside_itself(tokenizer, tmp_path, template):
+def test_chat_template_is_sandboxed(tokenizer, tmp_path, template):
     tokenizer.chat_template = template
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": CHAT}))
     with pytest.raises(ConfigError, match="raise an error in the model's tokenizer or chat template"):
@@ -87,7 +87,7 @@ def test_a_template_reaches_nothing_outside_itself(tokenizer, tmp_path, template
 
 
 @pytest.mark.parametrize("standard", [True, False])
-def test_code_in_a_model_folder_does_not_run(tokenizer, tmp_path, standard):
+def test_model_folder_code_is_not_executed(tokenizer, tmp_path, standard):
     tokenizer.save_pretrained(tmp_path)
     proof = tmp_path / "it ran"
     (tmp_path / "evil.py").write_text(f"open({str(proof)!r}, 'w')\nclass Evil: pass\nclass EvilConfig: pass\n")

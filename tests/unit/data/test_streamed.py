@@ -57,7 +57,7 @@ def answers(prompts) -> list[int]:
 
 
 @pytest.mark.parametrize("shuffles", [True, False])
-def test_a_data_set_of_one_block_is_trained_on_as_without_streaming(tmp_path, shuffles):
+def test_streaming_with_one_block_equals_no_streaming(tmp_path, shuffles):
     path = write(tmp_path / "a.jsonl")
     whole = open_stream(DataConfig(dataset=path, dataset_shuffle=shuffles), Letters(), seed=7)
     assert opened(path, block=50, dataset_shuffle=shuffles).take(70) == whole.take(70)
@@ -66,7 +66,7 @@ def test_a_data_set_of_one_block_is_trained_on_as_without_streaming(tmp_path, sh
     ).take(70), "also where the file ends with the block"
 
 
-def test_each_block_is_an_order_of_its_rows_and_each_epoch_has_other_ones(tmp_path):
+def test_streaming_permutes_each_block_and_each_epoch(tmp_path):
     found = opened(write(tmp_path / "a.jsonl")).take(46)
     assert [prompt.number for prompt in found] == list(range(46)) and [prompt.row for prompt in found] == answers(found)
     first, second = answers(found)[:23], answers(found)[23:]
@@ -92,7 +92,7 @@ def kinds(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "several", "saved"])
-def test_rows_of_every_form_come_from_every_place_as_from_the_beginning(kinds, kind):
+def test_streaming_resumes_at_every_row_of_every_format(kinds, kind):
     source = open_sets(config(kinds[kind]), [kinds[kind]], "dataset")
     read = list(source(None))
     assert [one.row for one in read] == ROWS
@@ -101,7 +101,7 @@ def test_rows_of_every_form_come_from_every_place_as_from_the_beginning(kinds, k
         assert list(source(behind)) == read[place + 1 :]
 
 
-def test_the_hub_is_read_from_every_place(kinds, monkeypatch):
+def test_streaming_resumes_hub_dataset_at_every_row(kinds, monkeypatch):
     import datasets
 
     from megatron_grpo.run.data import hub
@@ -135,7 +135,7 @@ def mixture(tmp_path: Path, **settings) -> DataConfig:
 
 @pytest.mark.parametrize("weights", [[], [3.0, 1.0], [1.0, 1.0]])
 @pytest.mark.parametrize("ends", ["first_exhausted", "all_exhausted"])
-def test_sets_are_mixed_as_without_streaming_to_within_a_row_where_an_epoch_ends(tmp_path, weights, ends):
+def test_streaming_mixes_datasets_as_without_streaming(tmp_path, weights, ends):
     cfg = mixture(tmp_path, interleave_prob=weights, stopping_strategy=ends, dataset_shuffle=False)
     whole = open_stream(replace(cfg, streaming=False), Letters(), seed=0)
     source = open_sets(cfg, [cfg.dataset, *cfg.further_datasets], "dataset")
@@ -150,7 +150,7 @@ def test_sets_are_mixed_as_without_streaming_to_within_a_row_where_an_epoch_ends
 # ---- going on
 
 
-def test_a_run_goes_on_from_every_place_with_the_prompts_that_were_left(tmp_path):
+def test_streaming_resume_continues_with_remaining_prompts(tmp_path):
     path = write(tmp_path / "a.jsonl")
     whole = opened(path).take(80)
     for taken in (0, 1, 3, 4, 5, 22, 23, 24, 46, 50):
@@ -167,7 +167,7 @@ def test_a_run_goes_on_from_every_place_with_the_prompts_that_were_left(tmp_path
         ]
 
 
-def test_what_was_trained_on_is_not_read_again_to_go_on(tmp_path):
+def test_streaming_resume_does_not_reread_trained_rows(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS * 40)
     before = opened(path)
     whole = before.take(800)
@@ -180,7 +180,7 @@ def test_what_was_trained_on_is_not_read_again_to_go_on(tmp_path):
     assert begun == [None, [0, [0, [788, begun[1][1][1][1]]]]], "the first block, and the one with prompt 790"
 
 
-def test_rows_older_than_the_places_that_a_checkpoint_holds_are_found_again(tmp_path):
+def test_streaming_finds_rows_older_than_saved_marks(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": n} for n in range(60)])
     before = opened(path, block=1)
     rows = [prompt.row for prompt in before.take(50)]
@@ -191,7 +191,7 @@ def test_rows_older_than_the_places_that_a_checkpoint_holds_are_found_again(tmp_
     assert [after.find_row(number) for number in range(50)] == rows
 
 
-def test_a_process_remembers_so_many_places_and_finds_the_others_again(tmp_path, monkeypatch):
+def test_streaming_limits_marks_and_finds_other_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(streamed, "MOST_MARKS", 10)
     stream = opened(write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": n} for n in range(40)]), block=1)
     stream.take(30)
@@ -199,7 +199,7 @@ def test_a_process_remembers_so_many_places_and_finds_the_others_again(tmp_path,
     assert [stream.find_row(number) for number in range(30)] == [*range(30)]
 
 
-def test_no_more_is_read_than_is_asked_for_and_no_more_held_than_is_taken_from(tmp_path):
+def test_streaming_reads_and_buffers_no_more_than_needed(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS * 20)
     stream = opened(path)
     for _ in range(60):
@@ -208,7 +208,7 @@ def test_no_more_is_read_than_is_asked_for_and_no_more_held_than_is_taken_from(t
     assert stream._marks[-1].end < stream.taken + 4
 
 
-def test_another_order_is_not_gone_on_with(tmp_path):
+def test_streaming_resume_with_other_order_is_rejected(tmp_path):
     path = write(tmp_path / "a.jsonl")
     state = opened(path).state()
     whole = open_stream(DataConfig(dataset=path), Letters(), seed=7)
@@ -218,7 +218,7 @@ def test_another_order_is_not_gone_on_with(tmp_path):
     assert [problem.flags for problem in opened(path).problems_with(whole.state())] == [("streaming",)]
 
 
-def test_rows_behind_the_place_may_be_mended_and_those_at_it_may_not(tmp_path):
+def test_streaming_resume_accepts_changes_after_current_block_only(tmp_path):
     path = write(tmp_path / "a.jsonl", [*ROWS[:10], {"no": "prompt"}])
     before = opened(path)
     before.take(6)
@@ -234,7 +234,7 @@ def test_rows_behind_the_place_may_be_mended_and_those_at_it_may_not(tmp_path):
         opened(path).restore(state)
 
 
-def test_rows_that_change_under_a_run_end_it(tmp_path):
+def test_streaming_rows_changed_during_run_raise(tmp_path):
     path = write(tmp_path / "a.jsonl")
     stream = opened(path)
     for _ in range(5):
@@ -245,7 +245,7 @@ def test_rows_that_change_under_a_run_end_it(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"interleave_prob": [1.0, 1.0], "stopping_strategy": "all_exhausted"}])
-def test_a_set_that_loses_its_rows_under_a_run_ends_it_by_a_sentence_and_does_not_go_on_with_it(tmp_path, settings):
+def test_streaming_dataset_that_shrinks_raises_and_is_rejected_on_resume(tmp_path, settings):
     cfg = mixture(tmp_path, **settings) if settings else config(f"{write(tmp_path / 'b.jsonl', ROWS[:7])}#50")
     stream = open_stream(cfg, Letters(), seed=7)
     stream.take(9)
@@ -260,7 +260,7 @@ def test_a_set_that_loses_its_rows_under_a_run_ends_it_by_a_sentence_and_does_no
     assert "has fewer rows than when this run last read it" in problem.message
 
 
-def test_a_file_that_is_gone_when_a_run_goes_on_is_told_by_a_sentence(tmp_path):
+def test_streaming_resume_with_missing_file_raises_config_error(tmp_path):
     path = write(tmp_path / "a.jsonl")
     before, after = opened(path), opened(path)
     before.take(10)
@@ -275,7 +275,7 @@ def test_a_file_that_is_gone_when_a_run_goes_on_is_told_by_a_sentence(tmp_path):
 # ---- what is wrong
 
 
-def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_line(tmp_path):
+def test_streaming_invalid_row_raises_with_file_and_line(tmp_path):
     path = write(tmp_path / "a.jsonl")
     lines = Path(path).read_text().splitlines()
     Path(path).write_text("\n".join([*lines[:9], "", "{oops", "[1]", *lines[11:]]))
@@ -302,7 +302,7 @@ def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_
         load_rows(config(shows, 9), image_spec=EYES, is_blind=False)
 
 
-def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
+def test_streaming_errors_in_first_block_are_reported_before_the_run(tmp_path):
     path = write(tmp_path / "a.jsonl", [*ROWS[:2], {"prompt": ""}])
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
         opened(path)
@@ -316,7 +316,7 @@ def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
         opened(str(tmp_path / "c.jsonl"))
 
 
-def test_a_rank_that_cannot_read_ends_all_ranks_at_the_same_place(tmp_path):
+def test_streaming_read_error_on_one_rank_raises_on_all(tmp_path):
     stream = opened(write(tmp_path / "a.jsonl"))
     asked = []
     stream.agree_by(lambda told: asked.append(told) or [told, ("", told[1]) if stream.taken < 8 else ("disk: gone.", 0)])
@@ -352,12 +352,12 @@ def test_rows_that_are_left_out_for_their_length_are_counted(tmp_path, caplog):
         opened(write(tmp_path / "b.jsonl", [{"prompt": "long"}] * 9), max_prompt_length=2, truncation_strategy="delete", block=3)
 
 
-def test_prompts_are_cut_as_without_streaming(tmp_path):
+def test_streaming_truncates_prompts_as_without_streaming(tmp_path):
     cut = {"max_prompt_length": 2, "truncation_strategy": "left"}
     assert {len(prompt.token_ids) for prompt in opened(write(tmp_path / "a.jsonl"), **cut).take(23)} == {1, 2}
 
 
-def test_rows_to_look_at_are_the_first_ones(tmp_path):
+def test_streaming_sample_rows_are_the_first_ones(tmp_path):
     path = write(tmp_path / "a.jsonl")
     rows = load_rows(config(path))
     assert len(rows) == 4 and rows.is_beginning and rows.described(4).startswith("first 4 rows, ")

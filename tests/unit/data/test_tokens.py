@@ -63,7 +63,7 @@ def opened(data, model, **settings):
 TABLE = TokenLists.from_rows([(1, 2, 3), (4,), (), (5, 6)])
 
 
-def test_a_table_gives_back_its_rows_also_through_a_file(tmp_path):
+def test_token_table_round_trips_through_a_file(tmp_path):
     write(tmp_path / "a.tokens", TABLE)
     found = read(tmp_path / "a.tokens")
     for table in (TABLE, found):
@@ -72,18 +72,18 @@ def test_a_table_gives_back_its_rows_also_through_a_file(tmp_path):
     assert (tmp_path / "a.tokens").stat().st_mode & 0o077 == 0o044
 
 
-def test_a_second_opening_tokenises_nothing_and_gives_the_same(cache, data, model):
+def test_token_cache_second_open_tokenizes_nothing(cache, data, model):
     first, second, without = opened(data, model), opened(data, model), opened(data, model, load_from_cache_file=False)
     assert (first[1], second[1], without[1]) == (20, 0, 20) and first[0] == second[0] == without[0]
     assert [path.suffix for path in cache.iterdir()] == [".tokens"]
 
 
-def test_few_rows_make_no_file(cache, data, model, monkeypatch):
+def test_token_cache_is_not_written_for_few_rows(cache, data, model, monkeypatch):
     monkeypatch.setattr(prompts, "FEW", 20)
     assert opened(data, model)[1] == 20 and not cache.exists()
 
 
-def test_what_changes_the_tokens_is_never_found(cache, data, model, tmp_path):
+def test_token_cache_key_changes_with_everything_that_changes_tokens(cache, data, model, tmp_path):
     def name(tokenizer, rows="rows", **settings):
         return compute_cache_key(rows, PromptEncoder(tokenizer, **settings))
 
@@ -104,7 +104,7 @@ def test_what_changes_the_tokens_is_never_found(cache, data, model, tmp_path):
     assert name(load_tokenizer(str(model))) == names[0]
 
 
-def test_a_template_that_writes_the_date_is_found_on_that_day_alone(model):
+def test_token_cache_key_includes_date_for_templates_that_print_it(model):
     def key(day):
         tokenizer = load_tokenizer(str(model))
         tokenizer.chat_template = "{{ strftime_now('%d') }}"
@@ -115,7 +115,7 @@ def test_a_template_that_writes_the_date_is_found_on_that_day_alone(model):
 
 
 @pytest.mark.parametrize("damage", ["short", "one bit", "empty", "no table", "a row too many"])
-def test_a_damaged_file_is_made_again(cache, data, model, damage):
+def test_token_cache_damaged_file_is_rebuilt(cache, data, model, damage):
     before, _ = opened(data, model)
     [path] = cache.iterdir()
     content = bytearray(path.read_bytes())
@@ -128,13 +128,13 @@ def test_a_damaged_file_is_made_again(cache, data, model, damage):
     assert calls == 20 and after == before and opened(data, model)[1] == 0
 
 
-def test_a_file_of_somebody_else_is_not_believed(cache, data, model, monkeypatch):
+def test_token_cache_ignores_files_of_other_users(cache, data, model, monkeypatch):
     opened(data, model)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert opened(data, model)[1] == (20 if os.geteuid() else 0)  # root's files are
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(data, model, tmp_path, monkeypatch, caplog):
+def test_token_cache_without_write_access_still_tokenizes(data, model, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGATRON_GRPO_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(prompts, "FEW", 2)
@@ -142,7 +142,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(data, model, tmp_path, m
     assert "every rank tokenizes the whole data set" in caplog.text and "Not a directory" in caplog.text
 
 
-def test_a_full_disk_leaves_no_part_of_a_file(cache, data, model, monkeypatch, caplog):
+def test_token_cache_on_full_disk_leaves_no_partial_file(cache, data, model, monkeypatch, caplog):
     monkeypatch.setattr(os, "replace", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     found, calls = opened(data, model)
     assert calls == 20 and len(found) == 20 and list(cache.iterdir()) == []
@@ -161,7 +161,7 @@ def _open_and_note(number, notes, key):
     os._exit(0)
 
 
-def test_of_several_processes_one_tokenises_and_a_killed_one_holds_up_nobody(cache, tmp_path):
+def test_token_cache_is_built_by_one_process_and_survives_its_kill(cache, tmp_path):
     fork, notes = multiprocessing.get_context("fork"), tmp_path / "notes"
     notes.touch()
     processes = [fork.Process(target=_open_and_note, args=(number, notes, "key")) for number in range(4)]
@@ -177,7 +177,7 @@ def test_of_several_processes_one_tokenises_and_a_killed_one_holds_up_nobody(cac
     assert [path.name for path in cache.iterdir()] == ["key.tokens"]
 
 
-def test_a_rank_that_waits_too_long_tokenises_by_itself(cache, monkeypatch):
+def test_token_cache_wait_timeout_makes_rank_tokenize_itself(cache, monkeypatch):
     monkeypatch.setattr(tokens, "PATIENCE", 0.3)
     cache.mkdir(parents=True)
     with (cache / "key.lock").open("w") as held:
@@ -186,14 +186,14 @@ def test_a_rank_that_waits_too_long_tokenises_by_itself(cache, monkeypatch):
     assert not (cache / "key.tokens").exists()
 
 
-def test_what_nobody_has_opened_for_long_is_removed(cache):
+def test_token_cache_removes_files_unused_for_long(cache):
     cached_table("old", lambda: TABLE)
     os.utime(cache / "old.tokens", (1, 1))
     cached_table("new", lambda: TABLE)
     assert [path.name for path in cache.iterdir()] == ["new.tokens"]
 
 
-def test_the_cache_is_where_the_user_has_it(monkeypatch, tmp_path):
+def test_token_cache_directory_follows_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("MEGATRON_GRPO_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "megatron-grpo" / "prompts"
