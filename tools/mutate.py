@@ -32,7 +32,7 @@ EPISODES = "tests/unit/environments"
 # Group -> tests -> modules that these tests cover.
 TEST_GROUPS = {
     "quick": {
-        "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "core/base/activity "
+        "tests/unit/metrics -k 'not tensorboard and not plots_are_drawn and not closed_stdout'": "core/base/activity "
         "run/metrics/summary run/metrics/metrics_logger run/metrics/records run/metrics/rollout",  # without slow tests
         "tests/unit/trainer/test_rollouts.py": "core/trainer/rollouts",
         "tests/unit/trainer/test_partial_rollouts.py": "plugins/partial_rollouts/trainer plugins/partial_rollouts/engine",
@@ -42,7 +42,7 @@ TEST_GROUPS = {
         "tests/unit/config tests/unit/compat": "run/config/parse commands/compat/*",
     },
     "agents": {  # token accounting of an agent's episode: half a minute per mutant
-        f"{EPISODES}/test_trajectory.py {EPISODES}/test_agents.py -k 'not mistake and not address and not slowly'": (
+        f"{EPISODES}/test_trajectory.py {EPISODES}/test_agents.py -k 'not planted and not used_port and not wildcard and not slow'": (
             "plugins/environments/agent_session plugins/environments/trajectory"
         ),
     },

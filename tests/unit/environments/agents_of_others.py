@@ -101,7 +101,7 @@ def solve_of(name):
     return runpy.run_path(str(EXAMPLES / "agent" / f"{name}_agent.py"))["solve"]
 
 
-def test_a_harness_of_verifiers_plays_its_tasks_through_the_endpoint(tmp_path, monkeypatch):
+def test_verifiers_harness_runs_its_tasks_through_the_endpoint(tmp_path, monkeypatch):
     (tmp_path / "count_to.py").write_text(COUNT)
     monkeypatch.syspath_prepend(tmp_path)
     config = {"taskset": {"id": "count-to"}, "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "count-to"}}}
@@ -114,7 +114,7 @@ def test_a_harness_of_verifiers_plays_its_tasks_through_the_endpoint(tmp_path, m
     assert rows[0].record.messages[0] == {"role": "user", "content": "count to 5"}
 
 
-def test_an_environment_of_openenv_is_played_through_the_endpoint(monkeypatch):
+def test_openenv_environment_runs_through_the_endpoint(monkeypatch):
     import socket
     import threading
 

@@ -44,7 +44,7 @@ def test_each_task_has_a_bug_that_the_hidden_tests_notice_and_the_repaired_modul
 
 
 @pytest.mark.skipif(not EXTRA, reason="MEGATRON_GRPO_EXTRA_AGENTS does not name a folder with the packages of tools/agent_packages.txt")
-def test_agents_and_environments_of_others_play_through_the_endpoint():
+def test_third_party_agents_run_through_the_endpoint():
     """In a process of its own: verifiers needs an older `openai` than the one that is installed."""
     path = os.pathsep.join([str(Path(EXTRA).resolve()), str(ROOT)])
     run = subprocess.run(

@@ -53,7 +53,7 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-def test_a_program_gets_its_key_the_prompt_the_chosen_columns_and_no_secrets_of_the_run(tmp_path, monkeypatch):
+def test_agent_program_receives_key_prompt_and_columns_but_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MY_SETTING", "seen")
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
@@ -91,14 +91,14 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_a_program_that_fails_trains_nothing_and_its_last_line_says_why(tmp_path, monkeypatch, how):
+def test_agent_program_that_fails_trains_nothing_and_reports_its_last_line(tmp_path, monkeypatch, how):
     monkeypatch.setattr(agent_programs, "MOST_OUTPUT", 1 << 20)
     text, reason, fault = ENDS[how]
     row = play(tmp_path, text)
     assert row.finish_reason == reason and fault in row.record.numbers.fault
 
 
-def test_memory_of_a_program_is_limited(tmp_path):
+def test_agent_program_memory_is_limited(tmp_path):
     row = play(tmp_path, "ask()\nx = bytearray(2 << 30)", memory_mb=512)
     assert row.finish_reason == "error" and "MemoryError" in row.record.numbers.fault
 
@@ -108,14 +108,14 @@ BAD_VERDICTS = ["raise ValueError('bad')", "raise SystemExit(3)", "return float(
 
 
 @pytest.mark.parametrize("value", BAD_VERDICTS)
-def test_a_verdict_that_is_no_reward_trains_nothing(tmp_path, value):
+def test_agent_program_with_invalid_verdict_trains_nothing(tmp_path, value):
     scope: dict = {}
     exec(f"def verdict(row, folder, output, messages):\n    {value}", scope)
     row = play(tmp_path, "ask()", verdict=scope["verdict"], rules={"needs_reward": True})
     assert row.finish_reason == "invalid" and "agent_verdict" in row.record.numbers.fault and not any(row.record.turn_rewards)
 
 
-def test_a_program_is_ended_with_what_it_has_started_at_its_time_limit_and_judged(tmp_path):
+def test_agent_program_at_time_limit_is_killed_with_children_and_scored(tmp_path):
     mark = f"left-behind-{os.getpid()}"
     text = f"""
 ask()
@@ -144,7 +144,7 @@ if not os.fork():
 
 
 @pytest.mark.parametrize("kind", LEFT_BEHIND)
-def test_what_a_program_leaves_behind_is_ended_before_the_verdict(tmp_path, kind):
+def test_agent_program_leftover_processes_are_killed_before_scoring(tmp_path, kind):
     mark = f"left-behind-{os.getpid()}"
     seen = []
     text = f"MARK = {mark!r}\nask()\n{LEFT_BEHIND[kind]}\ntime.sleep(0.3)"
@@ -152,7 +152,7 @@ def test_what_a_program_leaves_behind_is_ended_before_the_verdict(tmp_path, kind
     assert row.finish_reason == "done" and seen == [[]]
 
 
-def test_a_program_that_ignores_the_end_of_its_episode_is_ended(tmp_path, monkeypatch):
+def test_agent_program_that_ignores_end_of_episode_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_programs, "SECONDS_AFTER_END", 0.5)
     monkeypatch.setattr(agent_programs, "SECONDS_TO_TERMINATE", 0.5)
     text = """
@@ -172,7 +172,7 @@ while True:
     assert time.monotonic() - began < 30 and not alive(str(tmp_path / "agent.py"))
 
 
-def test_only_so_many_programs_run_at_a_time(tmp_path):
+def test_agent_programs_run_up_to_the_concurrency_limit(tmp_path):
     text = """
 import pathlib
 here = pathlib.Path(__file__).parent
@@ -210,7 +210,7 @@ def settings(**turns) -> Config:
         ({"agent_command": "python x.py", "agent_verdict": "SOLVE:takes_one"}, "agent_verdict: "),
     ],
 )
-def test_an_agent_that_cannot_be_used_is_refused_before_the_run(tmp_path, turns, words):
+def test_agent_command_that_is_invalid_is_rejected_before_the_run(tmp_path, turns, words):
     (tmp_path / "solve.py").write_text(
         "def takes_one(row): pass\ndef whole(row, endpoint): pass\nclass Class:\n    def __init__(self, row, endpoint): pass\n"
     )
@@ -218,7 +218,7 @@ def test_an_agent_that_cannot_be_used_is_refused_before_the_run(tmp_path, turns,
         load_agent(settings(**{name: value.replace("SOLVE", str(tmp_path / "solve.py")) for name, value in turns.items()}))
 
 
-def test_the_file_that_an_interpreter_runs_is_looked_for_and_no_other_word(tmp_path, monkeypatch):
+def test_agent_command_script_file_must_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text("")
     missing = {

@@ -37,7 +37,7 @@ def playing(*kinds):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_sampled_token_is_trained_once_in_its_context_whatever_the_agent_does_to_its_history(kind):
+def test_agent_sampled_tokens_are_trained_once_for_any_history_edit(kind):
     ledger = Ledger()
     rows, player = played(playing(kind), ledger, n=2)
     count = compare(ledger, player)
@@ -48,14 +48,14 @@ def test_every_sampled_token_is_trained_once_in_its_context_whatever_the_agent_d
     assert count["contexts"] > 2 or kind.__name__ not in FORKS
 
 
-def test_a_conversation_that_only_grows_is_one_context():
+def test_agent_append_only_conversation_is_one_context():
     rows, player = played(playing(plain), Ledger(answers=["ok", "The answer is 42.  \n"]), n=2)
     assert [len(row.sequence.contexts) for row in rows] == [1, 1]
     assert [row.record.numbers.num_turns for row in rows] == [3, 3]
     assert rows[0].record.numbers.metrics["agent/openings"] == 0.5, "the agents of a group seed their task by the row alone"
 
 
-def test_a_stop_string_at_which_turns_end_anyway_is_no_other_distribution():
+def test_agent_stop_string_equal_to_end_of_turn_is_accepted():
     found = {}
 
     def solve(row, endpoint):
@@ -69,7 +69,7 @@ def test_a_stop_string_at_which_turns_end_anyway_is_no_other_distribution():
     assert found == {"<|im_end|>": 200, "<|im_end|> <|endoftext|>": 200, "<|im_start|>": 400, "<|im_end|> x": 400}
 
 
-def test_sampled_history_keeps_a_context_whose_thoughts_the_template_drops():
+def test_agent_sampled_history_keeps_one_context_if_template_drops_thoughts():
     for history, contexts in (("template", 3), ("sampled", 1)):
         ledger = Ledger(answers=["<think>\nshort\n</think>\n\nDone."])
         rows, player = played(playing(plain), ledger, n=2, history=history)
@@ -84,7 +84,7 @@ def test_sampled_history_keeps_a_context_whose_thoughts_the_template_drops():
     assert rows[0].finish_reason == "done" and count["sampled"] == count["trained"] == 19
 
 
-def test_two_runs_of_the_same_agents_sample_the_same_tokens_however_their_requests_race():
+def test_agent_sampling_is_deterministic_for_any_request_order():
     kinds = [kind for kind in KINDS if kind.__name__ not in RACE][:6]
     found = []
     for _ in range(2):
@@ -109,7 +109,7 @@ MISTAKES = {  # what an agent does that shows it, module, the right line, the wr
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_the_account_of_tokens_is_seen(name):
+def test_agent_token_accounting_test_detects_planted_errors(name):
     kind, module, right, wrong = MISTAKES[name]
     account_of(kind)
     with (
@@ -143,7 +143,7 @@ def status_of(call) -> tuple[int, str]:
     return 200, ""
 
 
-def test_what_would_change_the_distribution_is_refused_in_the_form_of_the_protocol_and_changes_nothing():
+def test_agent_request_that_changes_distribution_is_rejected_as_protocol_error():
     found, routes = {}, {}
 
     def solve(row, endpoint):
@@ -218,7 +218,7 @@ def test_sampling_parameters_of_a_client_are_overruled_counted_and_reported():
     assert row.record.numbers.metrics["agent/overruled"] == 6
 
 
-def test_a_refusal_is_not_retried_by_the_clients():
+def test_agent_rejected_request_is_not_retried_by_clients():
     seen = []
 
     def solve(row, endpoint):
@@ -253,7 +253,7 @@ def until_refused(row, endpoint):
     [({"max_turns": 3}, "max_turns"), ({"max_model_len": 300}, "length"), ({"max_completion_length": 200}, "length"),
      ({"max_contexts": 1, "max_model_len": 500}, "length")],
 )  # fmt: skip
-def test_a_limit_ends_the_episode_which_is_trained(limits, reason):
+def test_agent_episode_at_a_limit_is_trained(limits, reason):
     ledger = Ledger()
     rows, player = played(until_refused, ledger, n=3, **limits)
     assert [row.finish_reason for row in rows] == [reason] * 3
@@ -299,7 +299,7 @@ class Held(Ledger):
         return super().poll() if self.is_released else []
 
 
-def test_a_client_that_sends_slowly_or_nothing_is_sent_away_and_others_are_answered_meanwhile(monkeypatch):
+def test_agent_slow_client_is_disconnected_without_blocking_others(monkeypatch):
     from megatron_grpo.plugins import listener
 
     monkeypatch.setattr(listener, "SECONDS", 0.6)
@@ -324,7 +324,7 @@ def test_a_client_that_sends_slowly_or_nothing_is_sent_away_and_others_are_answe
     assert row.finish_reason == "done" and compare(ledger, player)["trained"] == 1
 
 
-def test_a_session_with_too_many_open_requests_is_asked_to_wait():
+def test_agent_session_with_too_many_open_requests_gets_429():
     ledger, found = Held(), []
 
     def solve(row, endpoint):
@@ -349,7 +349,7 @@ def test_a_session_with_too_many_open_requests_is_asked_to_wait():
     assert [one.status_code for one in found[1:]] == [200] * 32
 
 
-def test_an_example_of_the_agent_is_not_taken_for_what_the_model_said():
+def test_agent_example_messages_are_not_treated_as_sampled():
     ledger = Ledger(answers=["<think>\nshort\n</think>\n\nDone."])
     played(playing({kind.__name__: kind for kind in KINDS}["shown_examples"]), ledger)
     assert len(ledger.sampled) == 4
@@ -371,7 +371,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_an_agent_that_fails_trains_nothing_and_says_why(how):
+def test_agent_that_fails_trains_nothing_and_reports_the_reason(how):
     def solve(row, endpoint):
         if how not in ("nothing", "late, nothing"):
             Agent(endpoint, "x").ask(CHAT)
@@ -400,7 +400,7 @@ def test_an_agent_that_fails_trains_nothing_and_says_why(how):
         assert not any(row.record.turn_rewards)
 
 
-def test_an_agent_at_its_time_limit_is_trained_where_rewards_read_the_conversation():
+def test_agent_at_time_limit_is_trained_if_reward_functions_score_it():
     def solve(row, endpoint):
         Agent(endpoint, "x").ask(CHAT)
         time.sleep(3)
@@ -409,7 +409,7 @@ def test_an_agent_at_its_time_limit_is_trained_where_rewards_read_the_conversati
     assert row.finish_reason == "max_seconds" and row.sequence.mask.any()
 
 
-def test_a_key_is_refused_after_its_episode_and_after_the_rollout():
+def test_agent_key_is_rejected_after_its_episode():
     keys = []
 
     def solve(row, endpoint):
@@ -430,7 +430,7 @@ def test_a_key_is_refused_after_its_episode_and_after_the_rollout():
         socket.create_connection(("127.0.0.1", int(keys[0].url.rpartition(":")[2])), timeout=1)
 
 
-def test_the_endpoint_listens_where_it_is_told_with_tls_and_again_in_the_next_rollout(tmp_path):
+def test_agent_endpoint_uses_configured_address_and_tls_in_every_rollout(tmp_path):
     from megatron_grpo.plugins.environments.agent_app import EndpointAddress
     from tests.small_server import certificate_in
 
@@ -453,14 +453,14 @@ def test_the_endpoint_listens_where_it_is_told_with_tls_and_again_in_the_next_ro
         assert (row.finish_reason, row.record.numbers.fault) == ("done", "")
 
 
-def test_an_address_that_is_in_use_ends_the_run_with_its_settings():
+def test_agent_endpoint_on_used_port_raises_with_its_settings():
     from megatron_grpo.plugins.environments.agent_app import EndpointAddress
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="cannot listen on 127.0.0.1 port .*agent_port"):
         played(lambda row, endpoint: 1.0, Ledger(), address=EndpointAddress(port=taken.getsockname()[1]))
 
 
-def test_the_url_of_a_wildcard_address_names_the_machine():
+def test_agent_endpoint_url_of_wildcard_address_has_host_name():
     from megatron_grpo.plugins.environments.agent_app import EndpointAddress
 
     listening, url = EndpointAddress(host="0.0.0.0").listen()
@@ -478,7 +478,7 @@ class Fleeting(Ledger):
         return super().poll() if len(self.sampled) < 3 else []
 
 
-def test_open_turns_are_asked_again_of_the_next_engine_with_the_same_seeds():
+def test_agent_open_turns_are_resent_to_next_engine_with_same_seeds():
     first, second, whole = Fleeting(), Ledger(), Ledger()
     player = AgentLoop(stage(playing(plain)), [prompt(0), prompt(1)], SamplingSettings(n=2, max_completion_length=30_000), seed=3)
     try:
@@ -500,7 +500,7 @@ def test_open_turns_are_asked_again_of_the_next_engine_with_the_same_seeds():
     )
 
 
-def test_closing_a_player_ends_its_agents_and_its_endpoint():
+def test_agent_loop_close_ends_agents_and_endpoint():
     started = threading.Event()
 
     def solve(row, endpoint):
@@ -515,7 +515,7 @@ def test_closing_a_player_ends_its_agents_and_its_endpoint():
     assert time.monotonic() - began < 3
 
 
-def test_a_rollout_in_which_many_answers_were_not_read_is_reported_once(caplog):
+def test_agent_unread_responses_are_reported_once_per_rollout(caplog):
     class Engine:
         def play(self, prompts, sampling, begin):
             player = begin(prompts)
@@ -530,7 +530,7 @@ def test_a_rollout_in_which_many_answers_were_not_read_is_reported_once(caplog):
     assert len([one for one in caplog.messages if "agent/unread" in one]) == 1
 
 
-def test_rewards_read_the_conversation_as_the_agent_saw_it():
+def test_agent_rewards_receive_the_conversation_of_the_agent():
     (row,), _ = played(playing({kind.__name__: kind for kind in KINDS}["subagents"]), Ledger())
     assert len(row.columns["contexts"]) == len(row.sequence.contexts)
     assert row.record.messages[-1]["role"] == "assistant" and list(row.record.messages) == row.columns["contexts"][-1]

@@ -27,7 +27,7 @@ class More(Environment):
         type(self).closed += 1
 
 
-def test_the_environment_is_asked_after_each_turn_and_told_which_is_the_last():
+def test_episode_environment_steps_after_each_turn_with_is_last_flag():
     heard = []
 
     class Listens(Environment):
@@ -42,14 +42,14 @@ def test_the_environment_is_asked_after_each_turn_and_told_which_is_the_last():
     assert one.text == "[assistant] turn 0\n[user] go on\n[assistant] turn 1\n[user] go on"
 
 
-def test_rewards_are_kept_by_turn_metrics_are_summed_and_close_is_called_once():
+def test_episode_records_rewards_per_turn_sums_metrics_and_closes_once():
     More.closed = 0
     completions, _ = played(More, "a", n=3)
     assert [one.record.turn_rewards for one in completions] == [(1.0, 2.0, 3.0)] * 3 and More.closed == 3
     assert completions[0].record.numbers.metrics == {"calls": 6.0}
 
 
-def test_the_budget_is_the_episodes_and_a_turn_that_is_cut_ends_it():
+def test_episode_token_budget_covers_all_turns_and_truncated_turn_ends_it():
     asked = []
 
     class Listens(More):
@@ -64,13 +64,13 @@ def test_the_budget_is_the_episodes_and_a_turn_that_is_cut_ends_it():
     assert one.num_sampled == 15 and one.record.turn_rewards == (1.0, None)
 
 
-def test_a_rewritten_context_does_not_refund_what_was_heard():
+def test_episode_token_budget_is_not_restored_by_rewritten_context():
     _, says = played(More, "aaaa", template=DROPS, max_completion_length=300)
     spent = [300 - most for *_, most in says.asked]
     assert spent[0] == 0 and spent[1] > 5 + 4 and spent[2] == 2 * spent[1]
 
 
-def test_what_does_not_fit_is_heard_and_not_encoded():
+def test_episode_message_above_budget_is_recorded_but_not_encoded():
     [one], _ = played(More, "a", max_completion_length=3)
     assert one.finish_reason == "length" and one.sequence.token_ids[one.sequence.mask].tolist()[-1] == END and one.sequence.mask[-1]
     assert one.record.messages[-1]["content"] == "more"
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_heard_and_not_encoded():
 @pytest.mark.parametrize(
     ("count", "says"), [(200, "start returned 219 tokens, but an episode with its turns may have at most 100"), (10**7, "more than the")]
 )
-def test_an_opening_that_does_not_fit_is_the_environments_fault_and_trains_nothing(count, says):
+def test_episode_start_messages_above_budget_make_it_invalid(count, says):
     class Long(More):
         def start(self, prompt):
             return [{"role": "user", "content": "x" * count}]
@@ -89,14 +89,14 @@ def test_an_opening_that_does_not_fit_is_the_environments_fault_and_trains_nothi
     assert not one.sequence.mask.any() and len(one.sequence.token_ids) < 100, "the row that is trained is the prompt's"
 
 
-def test_no_messages_end_an_episode_as_done_does():
+def test_episode_ends_if_environment_returns_no_messages():
     for answer in (StepOutput(reward=1.0), StepOutput(messages=[{"role": "user", "content": "bye"}], done=True), (None, 1.0, False)):
         kind = type("Ends", (Environment,), {"step": lambda self, turn, answer=answer: answer})
         [one], _ = played(kind, "a")
         assert one.finish_reason == "done" and one.record.numbers.num_turns == 1
 
 
-def test_an_environment_that_cannot_start_leaves_a_row_without_drawn_tokens():
+def test_episode_with_failed_start_has_no_sampled_tokens():
     class Broken(Environment):
         def __init__(self, columns):
             raise RuntimeError("no sandbox left")
@@ -106,7 +106,7 @@ def test_an_environment_that_cannot_start_leaves_a_row_without_drawn_tokens():
     assert not one.sequence.mask.any() and one.sequence.token_ids.tolist() and one.record.messages == ()
 
 
-def test_each_turn_has_a_seed_of_its_own_and_the_first_is_that_of_a_single_answer():
+def test_episode_turn_seeds_differ_and_first_equals_single_turn_seed():
     """Trap 7: with one for all, every turn repeats the random numbers of the first."""
     seeds = [request_seed(7, 5, 3, turn, n=8) for turn in range(4)]
     assert seeds[0] == prompt_seed(7, 5, 8) + 3 and len(set(seeds)) == 4
@@ -118,7 +118,7 @@ def test_each_turn_has_a_seed_of_its_own_and_the_first_is_that_of_a_single_answe
     assert sorted(seed for _, _, seed, _ in says.asked) == [0, 1, 2, 1000, 1001, 1002]
 
 
-def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
+def test_episode_open_turns_are_sent_to_new_sampler():
     """Servers that were lost cost their open turns, and no more."""
     from megatron_grpo.core.types import Prompt
     from tests.unit.environments.scripted import Says, stage
@@ -154,7 +154,7 @@ class Slow(Environment):
         return StepOutput(done=True)
 
 
-def test_calls_run_beside_each_other_up_to_the_limit():
+def test_worker_pool_runs_calls_concurrently_up_to_limit():
     began = time.monotonic()
     played(Slow, "a", n=16, concurrency=16)
     at_once = time.monotonic() - began
@@ -163,7 +163,7 @@ def test_calls_run_beside_each_other_up_to_the_limit():
 
 
 @pytest.mark.parametrize("how", ["time.sleep(60)", "asyncio.run(asyncio.sleep(60))"])
-def test_a_process_whose_environment_hangs_ends_all_the_same(how):
+def test_process_with_hanging_environment_exits(how):
     """Trap 14: a thread pool is joined at exit, and waits."""
     source = f"""
 import asyncio, time
@@ -178,7 +178,7 @@ workers.close()
     assert subprocess.run([sys.executable, "-c", source], timeout=50).returncode == 0 and time.monotonic() - began < 40
 
 
-def test_what_a_call_that_was_given_up_returns_is_dropped_and_its_place_is_taken():
+def test_worker_pool_drops_late_result_of_timed_out_call():
     workers = WorkerPool(concurrency=1, timeout=0.1)
     for name in ("slow", "quick"):
         workers.submit(name, (lambda: time.sleep(0.4)) if name == "slow" else (lambda: 7))
@@ -197,12 +197,12 @@ def test_what_a_call_that_was_given_up_returns_is_dropped_and_its_place_is_taken
      ([{"role": "user", "content": [{"type": "image"}]}], 0.0, False), StepOutput(metrics={"a": "b"}), StepOutput(done=1),
      (["x"], 0, False), ([{"role": "user", "content": "\ud800"}], 0.0, False), StepOutput(reward=10**400)],
 )  # fmt: skip
-def test_what_is_no_answer_is_said(value):
+def test_environment_step_with_invalid_return_value_raises(value):
     with pytest.raises(InvalidReplyError, match="step returned"):
         as_step_output(value)
 
 
-def test_numbers_of_any_library_are_rewards():
+def test_environment_rewards_accept_numbers_of_any_library():
     import numpy as np
 
     step = as_step_output(([], np.float32(0.5), np.bool_(True)))

@@ -49,7 +49,7 @@ def function(call, name="f") -> RewardFunction:
     return RewardFunction(name=name, function=call, timeout=10.0)
 
 
-def test_rewards_get_whole_episodes_by_name_and_a_failed_one_is_judged_by_nobody():
+def test_episode_rewards_receive_whole_episodes_and_skip_failed_ones():
     heard = {}
 
     def reward(completions, messages, turn_rewards, num_turns, finish_reason, answer):
@@ -74,7 +74,7 @@ def test_rewards_get_whole_episodes_by_name_and_a_failed_one_is_judged_by_nobody
     }  # fmt: skip
 
 
-def test_a_failed_episode_is_in_no_mean_and_trains_nothing_yet_is_a_row():
+def test_failed_episode_is_excluded_from_means_and_training():
     """Trap 6: scored 0, it would give the other seven an advantage for being there."""
     flags = iter([True, False, False, False])
 
@@ -88,7 +88,7 @@ def test_a_failed_episode_is_in_no_mean_and_trains_nothing_yet_is_a_row():
     assert stats["reward"] == pytest.approx(2 / 3) and stats["episodes/failed"] == 1
 
 
-def test_max_turns_is_a_rule_and_length_is_a_cut():
+def test_episode_ended_by_length_is_truncated_and_by_max_turns_is_not():
     verdict = GroupMetadata.from_group(ScoredGroup(group=group(episode("max_turns"), episode("length")), rewards=((1.0,), (1.0,))))
     assert verdict.is_truncated == (False, True) and verdict.trains == (True, True)
 
@@ -97,7 +97,7 @@ def verdicts(*finish_reason: str) -> list[GroupMetadata]:
     return [GroupMetadata.from_group(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in finish_reason]
 
 
-def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
+def test_run_with_failing_episodes_raises_most_frequent_error():
     check_failures(verdicts("done", "error"), 0.5)
     check_failures(verdicts("done", "done"), 0.0)
     check_failures([], 0.5)
@@ -115,14 +115,14 @@ def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
         )
 
 
-def test_the_environments_reward_is_discounted_by_turn_and_summed_over_all():
+def test_environment_reward_is_discounted_sum_over_turns():
     config = Config().with_values({"turn_discount": 0.5})
     given = build_environment(config)(completions=[0] * 4, turn_rewards=[[1.0, 2.0, 4.0], [None, None, 8.0], [None], []])
     assert given == [3.0, 2.0, 0.0, 0.0]
     assert build_environment(Config())(completions=[0], turn_rewards=[[1.0, 2.0, 4.0]]) == [7.0]
 
 
-def test_what_is_counted_of_episodes():
+def test_episode_metrics_by_hand():
     scored = ScoredGroup(
         group=group(episode(tool_calls=2.0, tool_errors=1.0), episode("length", starts=(0, 5), tool_calls=2.0, seconds=1.5)),
         rewards=((1.0,), (0.0,)),
@@ -136,7 +136,7 @@ def test_what_is_counted_of_episodes():
     assert stats["environment/tool_errors"] == 0.5 and stats["tools/failure_frequency"] == 0.25
 
 
-def test_the_table_of_completions_shows_turns_and_cuts_what_is_huge(tmp_path):
+def test_completions_table_shows_turns_and_truncates_large_messages(tmp_path):
     from types import SimpleNamespace
 
     huge = episode("error", fault="step raised KeyError")
@@ -153,7 +153,7 @@ def test_the_table_of_completions_shows_turns_and_cuts_what_is_huge(tmp_path):
     assert columns["fault"] == ["step raised KeyError"] and columns["num_turns"] == [2] and columns["completion"] == ["[assistant] a"]
 
 
-def test_completion_ids_are_what_follows_the_opening_in_the_last_context():
+def test_episode_completion_ids_follow_opening_of_last_context():
     batch = as_batch([group(episode(starts=(0, 5)))])
     assert list(batch.completion_ids[0]) == [11, 12, 13]
 
@@ -183,7 +183,7 @@ def bare(x):
         ({"tools": ["mine.py:bare", "mine.py:bare"]}, "names two functions with the same name"),
     ],
 )
-def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_path, monkeypatch, values, sentence):
+def test_environment_or_tool_that_is_invalid_is_rejected_before_load(tmp_path, monkeypatch, values, sentence):
     from megatron_grpo.plugins.environments.loading import load_environment
 
     monkeypatch.chdir(tmp_path)
@@ -195,7 +195,7 @@ def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_pa
     assert load_environment(Config()) is None
 
 
-def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told():
+def test_chat_template_without_tool_results_is_rejected_and_rewriting_one_is_noted():
     """Trap 17: the model would answer without ever having seen the result."""
     from megatron_grpo.plugins.environments.loading import check_template
     from megatron_grpo.plugins.environments.protocol import Environment

@@ -44,7 +44,7 @@ def made(returned, count: int = 2):
 GOOD = {"completion_ids": [[5, 2], [6], [7, 8, 9], [5] * 6], "logprobs": [[-0.5, -0.1], [-1.0], [-1.0, 0.0, -2.0], [-1.0] * 6]}
 
 
-def test_what_is_returned_becomes_completions_behind_the_prompts_tokens():
+def test_rollout_func_output_becomes_completions_after_prompt_tokens():
     found = made(GOOD)
     assert [one.sequence.token_ids.tolist() for one in found] == [
         [10, 11, 5, 2], [10, 11, 6], [11, 11, 7, 8, 9], [11, 11, *[5] * 6],
@@ -55,11 +55,11 @@ def test_what_is_returned_becomes_completions_behind_the_prompts_tokens():
     assert found[0].versions == ((3, 2, 4),) and found[0].answer_ids == (5, 2)
 
 
-def test_a_completion_at_its_limit_that_ends_itself_is_not_cut():
+def test_rollout_func_completion_ending_at_limit_is_not_truncated():
     assert made(GOOD | {"completion_ids": [*GOOD["completion_ids"][:3], [5] * 5 + [2]]})[3].finish_reason == "stop"
 
 
-def test_what_the_model_did_not_draw_is_masked_and_has_no_log_prob():
+def test_rollout_func_env_mask_excludes_tokens_not_sampled():
     """As TRL's env_mask. Prompts may be longer than the data set's, the same for a group."""
     found = made(
         {
@@ -73,7 +73,7 @@ def test_what_the_model_did_not_draw_is_masked_and_has_no_log_prob():
     assert all(not one.sequence.mask[:-3].any() for one in found) and len(found[0].sequence.token_ids) == 6
 
 
-def test_other_names_are_columns_of_the_rewards():
+def test_rollout_func_extra_outputs_become_reward_columns():
     completions = made(GOOD | {"env_reward": [0.1, 0.2, 0.3, 0.4], "answer": ["a", "b", "c", "d"]})
     groups = [Group(prompt=prompt, completions=tuple(completions[2 * i : 2 * i + 2])) for i, prompt in enumerate(prompts())]
     columns = as_batch(groups).columns
@@ -121,7 +121,7 @@ def one(name, value):
          "7 completion_ids of completion 1 of prompt 8 (data-set row 1), and max_completion_length is 6"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_with_a_sentence(returned, says):
+def test_rollout_func_with_invalid_output_raises(returned, says):
     with pytest.raises(InvalidRolloutOutputError) as bad:
         made(returned)
     assert says in str(bad.value)
@@ -183,7 +183,7 @@ def plain(asked, sampler):
     return {"completion_ids": [one.token_ids for one in drawn], "logprobs": [one.logprobs for one in drawn]}
 
 
-def test_a_function_that_only_samples_draws_with_the_seeds_of_single_answers():
+def test_rollout_func_that_only_samples_uses_single_turn_seeds():
     engine = Engine()
     groups = rollouts(plain, engine).generate(prompts(), SAMPLING, seed=5)
     assert [seed for _, _, seed, _ in engine.turns.asked] == [request_seed(5, number, i, 0, n=N) for number in (7, 8) for i in range(N)]
@@ -193,7 +193,7 @@ def test_a_function_that_only_samples_draws_with_the_seeds_of_single_answers():
     assert engine.turns.most_running == 4, "all together"
 
 
-def test_what_is_drawn_depends_neither_on_who_asks_with_whom_nor_on_the_number_of_ranks():
+def test_rollout_func_sampling_is_independent_of_batching_and_number_of_ranks():
     def twice(asked, sampler):
         first = sampler(asked, max_tokens=2)
         second = sampler(asked, [[*one.token_ids, *drawn.token_ids] for one, drawn in zip(asked, first)], max_tokens=2)
@@ -212,7 +212,7 @@ def test_what_is_drawn_depends_neither_on_who_asks_with_whom_nor_on_the_number_o
     assert all(ids[:2] != ids[2:] for group in told[0] for ids in group), "the second draw has random numbers of its own"
 
 
-def test_several_continuations_of_one_completion_may_be_drawn_at_once_and_from_threads():
+def test_rollout_func_may_sample_several_continuations_from_threads():
     def find_best_checkpoint(asked, sampler):
         found: dict[int, list] = {}
 
@@ -233,7 +233,7 @@ def test_several_continuations_of_one_completion_may_be_drawn_at_once_and_from_t
     assert groups[0].completions[0].answer_ids == (max(request_seed(5, 7, 0, count, n=N) % 97 for count in range(3)),) * 2
 
 
-def test_open_requests_are_asked_again_of_other_weights_and_the_oldest_counts():
+def test_rollout_func_open_requests_are_resent_and_oldest_version_is_recorded():
     engine = Engine()
     first, second = Turns(version=3), Turns(version=4)
 
@@ -266,14 +266,14 @@ def test_open_requests_are_asked_again_of_other_weights_and_the_oldest_counts():
         (lambda asked, sampler: time.sleep(5), "has neither called the sampler nor returned for 0.3 s (rollout_func_timeout)"),
     ],
 )
-def test_a_function_that_fails_ends_the_run_with_a_sentence(function, says):
+def test_rollout_func_that_raises_ends_run_with_error(function, says):
     began = time.monotonic()
     with pytest.raises(RunError) as error:
         rollouts(function, timeout=0.3).generate(prompts(), SAMPLING, seed=5)
     assert says in str(error.value) and time.monotonic() - began < 3
 
 
-def test_a_run_that_is_given_up_leaves_no_call_waiting():
+def test_rollout_func_calls_end_if_run_is_interrupted():
     told = threading.Event()
 
     def catches(asked, sampler):
@@ -296,7 +296,7 @@ def test_a_run_that_is_given_up_leaves_no_call_waiting():
     assert finish_reason.wait(5) and not told.is_set()
 
 
-def test_pictures_are_refused():
+def test_rollout_func_with_images_is_rejected():
     describe_value = replace(prompts(1)[0], images=((0, None),))
     with pytest.raises(RunError, match="rollout_func does not support images"):
         rollouts(plain).generate([describe_value], SAMPLING, seed=5)
@@ -314,7 +314,7 @@ def test_pictures_are_refused():
         ("raise ValueError('x')", "cannot be loaded"),
     ],
 )
-def test_what_is_named_is_looked_at_before_a_model_loads(tmp_path, body, says):
+def test_rollout_func_setting_is_validated_before_model_load(tmp_path, body, says):
     path = tmp_path / "mine.py"
     path.write_text(body)
     cfg = resolve(["--rollout_func", f"{path}:f"])

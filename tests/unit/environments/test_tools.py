@@ -59,7 +59,7 @@ TOOLS = tool_set({"product": product, "slowly": slowly})
         (f"{call('product', a=2, b=3)}<tool_call>", ["6", "Error: a <tool_call> without </tool_call>"]),
     ],
 )
-def test_every_call_gets_an_answer(text, answers):
+def test_tool_calls_each_get_a_result_message(text, answers):
     [one], _ = played(TOOLS, lambda key, turn: "done" if turn else text)
     told = [message["content"] for message in one.record.messages if message["role"] == "tool"]
     assert one.finish_reason == "done" and len(told) == len(answers)
@@ -68,19 +68,19 @@ def test_every_call_gets_an_answer(text, answers):
     assert one.record.numbers.metrics == {"tool_calls": len(answers), "tool_errors": failed}
 
 
-def test_the_call_stays_in_the_context_as_it_was_drawn():
+def test_tool_call_tokens_stay_in_context_as_sampled():
     """Trap 9: a template that writes a parsed call anew gives it other white space."""
     text = '<tool_call>\n{"name":   "product",  "arguments": {"a": 4,"b": 5}}\n</tool_call>'
     [one], says = played(TOOLS, lambda key, turn: "20" if turn else text)
     assert one.sequence.starts == (0,) and text in says.tokenizer.decode(says.asked[1][1])
 
 
-def test_what_the_model_thinks_calls_nothing():
+def test_tool_call_in_thoughts_is_not_executed():
     assert read_hermes(f"<think>I may {call('product', a=1, b=2)}</think>It is 2") == []
     assert [one.name for one in read_hermes(f"hm</think>{call('product', a=1, b=2)}")] == ["product"]
 
 
-def test_a_function_without_hints_or_words_cannot_be_a_tool_and_why_is_said():
+def test_tool_function_without_type_hints_or_docstring_is_rejected():
     def bare(x):
         return x
 
@@ -96,7 +96,7 @@ class Greets(Environment):
         return StepOutput(messages=[{"role": "user", "content": "and?"}], reward=1.0, done=turn.is_last)
 
 
-def test_tools_beside_an_environment_answer_calls_and_it_answers_the_rest():
+def test_tools_with_environment_handle_calls_and_environment_other_turns():
     both = tool_set({"product": product}, inner=Greets)
     [one], _ = played(both, lambda key, turn: call("product", a=2, b=3) if turn == 0 else "six")
     told = [(message["role"], message["content"]) for message in one.record.messages if message["role"] != "assistant"]
@@ -179,11 +179,11 @@ def test_verifiers_environments_keep_a_state_an_episode():
         assert one.finish_reason == "done" and [m["content"] for m in one.record.messages[1:]] == ["a", "1 of x", "a", "2 of x", "a"]
 
 
-def test_what_is_nobodys_environment_is_none():
+def test_adapted_returns_none_for_other_classes():
     assert adapted(dict) is None and adapted(Greets) is Greets
 
 
-def test_vllms_parsers_read_calls_and_what_they_cannot_read_is_answered_with_an_error():
+def test_vllm_tool_parsers_read_calls_and_report_unreadable_ones():
     """Read in a process of its own: this one never loads vLLM."""
     from tests.ranks import run_ranks
 
