@@ -20,7 +20,7 @@ def control(**settings):
     return AdaptiveEntropy.from_config(GrpoConfig(**(cfg | settings)))
 
 
-def test_it_moves_after_each_step_and_is_applied_only_at_the_target_or_below():
+def test_adaptive_entropy_coef_moves_each_step_and_applies_at_or_below_target():
     assert AdaptiveEntropy.from_config(GrpoConfig(entropy_coef=0.1)) is None
     now, course = control(), []
     for entropy in (2.5, 2.0, 1.0, 1.0, 1.5, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0):
@@ -32,14 +32,14 @@ def test_it_moves_after_each_step_and_is_applied_only_at_the_target_or_below():
     ]  # fmt: skip
 
 
-def test_a_checkpoint_holds_what_decides_the_next_step():
+def test_adaptive_entropy_state_is_restored_from_checkpoint():
     for now in (control(), control().after(1.5)):
         again = control(entropy_coef=0.5).restored(json.loads(json.dumps(now.state())))
         assert (again.coef, again.entropy, again.applied) == (now.coef, now.entropy, now.applied)
     assert control().entropy == math.inf
 
 
-def test_the_loss_takes_the_coefficient_of_the_step():
+def test_adaptive_entropy_loss_uses_coefficient_of_the_step():
     logprobs = torch.tensor([-1.0, -2.0, -0.5])
     tensors = LossInputs(
         token_weights=torch.tensor([0.5, 0.5, 0.5]), advantages=torch.tensor([1.0, 1.0, -1.0]), sampler_logprobs=logprobs,
@@ -64,6 +64,6 @@ def test_the_loss_takes_the_coefficient_of_the_step():
         ("--use_adaptive_entropy true --entropy_coef 2", "starts at entropy_coef (2), which is not between entropy_coef_min (0)"),
     ],
 )
-def test_what_would_do_nothing_or_begin_outside_is_refused(words, said):
+def test_adaptive_entropy_settings_without_effect_are_rejected(words, said):
     [problem] = problems(resolve(words.split()))
     assert said in problem.message

@@ -60,7 +60,7 @@ def test_reinforce_plus_plus_needs_no_group():
     )
 
 
-def test_gdpo_gives_each_function_a_voice_that_the_sum_would_drown():
+def test_gdpo_advantages_normalize_each_reward_before_summing():
     """Equal totals: grpo sees nothing to choose, gdpo normalises each function first (here 10 x accuracy against format, weights 1)."""
     rewards = [[[10.0, 0.0], [9.0, 1.0], [10.0, 0.0], [9.0, 1.0]], [[10.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]]
     assert of(rewards, (1.0, 1.0)).is_zero_std.tolist() == [True, False]
@@ -100,7 +100,7 @@ def test_every_estimator_equals_the_reference(rollout):
 
 
 @pytest.mark.parametrize("cfg", [c for c in COMBINATIONS if c.advantage_estimator != "reinforce_plus_plus"], ids=str)
-def test_a_zero_std_group_has_advantages_of_exactly_zero(cfg):
+def test_zero_std_group_advantages_are_exactly_zero(cfg):
     """0.1 has no exact binary form: the mean of seven of them is not 0.1."""
     rewards = np.full((2, 7, 1), 0.1)
     rewards[1, :4] = 1.0
@@ -117,7 +117,7 @@ def test_zero_std_means_equal_up_to_rounding():
 
 
 @pytest.mark.parametrize("cfg", COMBINATIONS, ids=lambda cfg: f"{cfg.advantage_estimator}-{cfg.scale_rewards}")
-def test_rewards_that_differ_by_the_rounding_of_their_sum_make_no_completion_better(cfg):
+def test_rewards_equal_up_to_rounding_give_zero_advantages(cfg):
     """Also where the sum is far smaller than what was added."""
     alike = [[[0.1, 0.2, -0.3], [-0.3, 0.1, 0.2], [0.2, -0.3, 0.1]], [[1e8, 0.1, -1e8], [0.1, 1e8, -1e8], [1e8, -1e8, 0.1]]]
     found = advantages(alike, cfg, [1.0] * 3)
@@ -132,7 +132,7 @@ def test_rewards_that_differ_by_the_rounding_of_their_sum_make_no_completion_bet
 @pytest.mark.parametrize("cfg", COMBINATIONS, ids=lambda cfg: f"{cfg.advantage_estimator}-{cfg.scale_rewards}")
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=25, deadline=None)
-def test_which_groups_are_zero_std_is_the_same_for_many_at_once_and_for_each_alone(cfg, seed):
+def test_zero_std_groups_of_a_batch_equal_those_of_single_groups(cfg, seed):
     # 0.1 + 0.2 is not 0.3: a sum taken in another order would tell equal completions apart, or take different ones for equal.
     rng, weights = np.random.default_rng(seed), [0.0, 1.0, 0.7]
     groups = [[[None if rng.random() < 0.2 else float(rng.choice([0.1, 0.2, 0.3])) for _ in weights] for _ in range(2)] for _ in range(17)]
@@ -141,19 +141,19 @@ def test_which_groups_are_zero_std_is_the_same_for_many_at_once_and_for_each_alo
     assert seed or (any(alone) and not all(alone))
 
 
-def test_the_best_completion_gets_the_largest_advantage():
+def test_advantage_is_largest_for_the_best_completion():
     for cfg in COMBINATIONS:
         found = advantages(([[[0.0], [1.0], [0.2]], [[0.5], [0.1], [0.1]]]), cfg, [1.0]).advantages
         assert found[0].argmax() == 1 and found[1].argmax() == 0
 
 
-def test_a_completion_that_nobody_judged_is_left_out_and_gets_zero():
+def test_advantage_of_unscored_completion_is_zero_and_excluded_from_baseline():
     with_none = of([[[1.0, None], [0.0, None], [None, None]]], (1.0, 1.0))
     assert with_none.advantages[0][2] == 0.0 and np.isnan(with_none.rewards[0][2])
     assert with_none.advantages[0][:2] == pytest.approx(of([[1.0, 0.0]]).advantages[0])
 
 
-def test_a_rollout_that_nobody_judged_trains_nothing():
+def test_advantages_of_unscored_rollout_are_all_zero():
     for cfg in COMBINATIONS:
         found = advantages(([[[None], [None]]] * 2), cfg, [1.0])
         assert (found.advantages == 0).all() and found.is_zero_std.all()
@@ -184,18 +184,18 @@ def test_reward_metrics_by_hand():
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
-def test_a_function_of_weight_zero_brings_no_group_to_life(estimator):
+def test_reward_of_weight_zero_does_not_affect_zero_std_groups(estimator):
     watched = [[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [0.0, 0.5]]]
     assert of(watched, (1.0, 0.0), advantage_estimator=estimator).is_zero_std.tolist() == [True, False]
 
 
-def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions_apart():
+def test_gdpo_advantages_are_nonzero_if_one_of_two_rewards_differs():
     found = of([[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [1.0, 0.5]]], (1.0, 1.0), advantage_estimator="gdpo")
     assert found.is_zero_std.tolist() == [False, True] and found.advantages[0, 0] < 0 < found.advantages[0, 1]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
-def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
+def test_advantages_of_largest_valid_rewards_are_finite(estimator):
     """The protocol refuses more than LARGEST and the settings weights of more than LARGEST_WEIGHT: their squares still add up."""
     from megatron_grpo.run.config.rules.settings import LARGEST_WEIGHT
     from megatron_grpo.run.rewards.protocol import LARGEST

@@ -194,14 +194,14 @@ def assert_same(
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo"])
-def test_losses_and_clipping(loss_type, level):
+def test_losses_and_clipping_equal_trl(loss_type, level):
     for seed, epsilon_high in enumerate((0.28, 5.0)):
         settings = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon_high": epsilon_high}
         assert_same(GrpoConfig(**settings), settings, seed=seed)
 
 
 @pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask"])
-def test_vespo(mode):
+def test_vespo_equals_trl(mode):
     """Its correction is inside the weight."""
     ours = {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 0.7, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.2, "beta": 0.04}
     theirs = dict(ours)
@@ -212,40 +212,40 @@ def test_vespo(mode):
         assert_same(GrpoConfig(**ours), theirs, seed=seed, share_on_policy=share_on_policy)
 
 
-def test_two_sided_clip():
+def test_two_sided_clip_equals_trl():
     settings = {"delta": 1.5, "epsilon_high": 0.28}
     assert_same(GrpoConfig(**settings), settings, seed=3)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("corrected", [True, False])
-def test_kl(corrected, level):
+def test_kl_equals_trl(corrected, level):
     settings = {"beta": 0.04, "use_bias_correction_kl": corrected, "importance_sampling_level": level, "epsilon": 0.1}
     assert_same(GrpoConfig(**settings), settings, seed=4)
     assert_same(GrpoConfig(loss_type="cispo", epsilon_high=5.0, **settings), {"loss_type": "cispo", "epsilon_high": 5.0} | settings, seed=5)
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_scale_rewards(scale_rewards):
+def test_scale_rewards_equals_trl(scale_rewards):
     settings = {"scale_rewards": scale_rewards}
     assert_same(GrpoConfig(**settings), settings, seed=6)
     assert_same(GrpoConfig(**settings), settings, seed=7, num_funcs=1)
 
 
-def test_gdpo_in_its_three_spellings():
+def test_gdpo_set_in_three_ways_equals_trl():
     trl_settings = {"multi_objective_aggregation": "normalize_then_sum"}
     for settings in (trl_settings, {"scale_rewards": "gdpo"}, {"advantage_estimator": "gdpo"}):
         assert_same(GrpoConfig(**settings), trl_settings, seed=8)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_masking_truncated_completions_keeps_them_in_the_denominator(loss_type):
+def test_mask_truncated_completions_equals_trl(loss_type):
     trl_settings = {"loss_type": loss_type, "mask_truncated_completions": True}
     assert_same(GrpoConfig(loss_type=loss_type, overlong_filter=True), trl_settings, seed=9)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_entropy_bonus_and_top_entropy_quantile(loss_type):
+def test_entropy_bonus_and_top_entropy_quantile_equal_trl(loss_type):
     assert_same(GrpoConfig(loss_type=loss_type, entropy_coef=0.01), {"loss_type": loss_type, "entropy_coef": 0.01}, seed=10)
     for quantile in (0.2503, 0.6003):  # TRL's float32 arithmetic does not fall on a token there
         settings = {"loss_type": loss_type, "top_entropy_quantile": quantile}
@@ -260,7 +260,7 @@ def test_trl_divides_first_tokens_of_a_group_that_differ_by_rounding():
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 @pytest.mark.parametrize("lowest", [None, 0.8])
-def test_rollout_importance_sampling(mode, lowest):
+def test_rollout_importance_sampling_equals_trl(mode, lowest):
     cfg = GrpoConfig(
         beta=0.04,
         rollout_importance_sampling_mode=mode,
@@ -273,7 +273,7 @@ def test_rollout_importance_sampling(mode, lowest):
 
 
 @pytest.mark.parametrize("use_vllm", [True, False])
-def test_off_policy_sequence_mask(use_vllm):
+def test_off_policy_sequence_mask_equals_trl(use_vllm):
     """TRL takes the old log-probs where there is no sampler; where the sampler misses single tokens we do so too, and TRL counts 0."""
     for seed in range(14, 20):
         cfg = GrpoConfig(

@@ -22,7 +22,7 @@ def kept(values, quantile: float, seen_by_the_loss=None) -> np.ndarray:
     return (values if seen_by_the_loss is None else seen_by_the_loss) >= threshold
 
 
-def test_by_hand():
+def test_entropy_threshold_by_hand():
     entropies, masks = [np.array([5.0, 1.0, 9.0]), np.array([2.0, 4.0, 3.0])], [np.array([1, 1, 0], bool), np.ones(3, bool)]
     # 1 2 3 4 5 without the masked 9: the top 0.4 is what reaches the 0.6-quantile, 3.4. The lowest of them is 4.
     assert entropy_threshold(entropies, masks, 0.4) == 4 - 0.0004
@@ -32,7 +32,7 @@ def test_by_hand():
 
 
 @given(st.lists(st.floats(-3, 30, width=32), min_size=1, max_size=40), QUANTILES, st.integers(1, 4), st.randoms())
-def test_ranks_that_add_up_counts_find_the_threshold_of_all_their_values(values, quantile, num_ranks, random):
+def test_entropy_threshold_from_summed_rank_counts_equals_global_one(values, quantile, num_ranks, random):
     """The same float, whoever holds which value; and nothing but 256 counts travels at a time."""
     shares = [[] for _ in range(num_ranks)]
     for value in values:
@@ -61,13 +61,13 @@ def test_ranks_that_add_up_counts_find_the_threshold_of_all_their_values(values,
     assert found == [lowest - max(TIE_RELATIVE * lowest, TIE_NATS)] * num_ranks
 
 
-def test_ties_are_kept():
+def test_entropy_threshold_includes_ties():
     assert kept([1.0, 2.0, 2.0, 2.0], 0.25).tolist() == [False, True, True, True]
     assert kept(np.full(4, 2.0), 0.25).all()
     assert kept([0.0, 0.0, 1e-6, 0.0], 0.25).all(), "entropies near 0 differ by the rounding of their formula"
 
 
-def test_rounding_does_not_divide_the_completions_of_one_prompt():
+def test_entropy_threshold_treats_values_equal_up_to_rounding_alike():
     """Four first tokens in one context, the third largest entropy of twelve: two of the four would be dropped."""
     others = [3.0, 2.9, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5]
     first_tokens = 2.0 + np.array([2e-6, -3e-6, 1e-6, -1e-6])
@@ -75,7 +75,7 @@ def test_rounding_does_not_divide_the_completions_of_one_prompt():
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=20), QUANTILES, st.integers(0, 2**32 - 1))
-def test_whatever_rounding_does_in_two_cuts_the_same_tokens_train(contexts, quantile, seed):
+def test_entropy_threshold_selects_same_tokens_for_any_partition(contexts, quantile, seed):
     """Contexts at least 0.25 % apart, each with up to six tokens; noise of 1e-5 of an entropy, drawn anew in every pass of either cut."""
     rng = np.random.default_rng(seed)
     exact = np.repeat([0.01 * 1.0025**level for level, _ in contexts], [count for _, count in contexts])
@@ -90,7 +90,7 @@ def test_whatever_rounding_does_in_two_cuts_the_same_tokens_train(contexts, quan
 
 
 @given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=40), QUANTILES)
-def test_keeps_what_a_linear_quantile_keeps_and_its_ties(values, quantile):
+def test_entropy_threshold_equals_linear_quantile_with_ties(values, quantile):
     values = np.array(values)
     limit = np.quantile(values, 1 - quantile)
     found, on_the_line = kept(values, quantile), np.isclose(values, limit, rtol=1e-12, atol=1e-12)
@@ -99,7 +99,7 @@ def test_keeps_what_a_linear_quantile_keeps_and_its_ties(values, quantile):
     assert values[found].min() >= lowest - max(TIE_RELATIVE * lowest, TIE_NATS)
 
 
-def test_a_tie_does_not_spread_from_neighbour_to_neighbour():
+def test_entropy_threshold_ties_are_not_transitive():
     """A million tokens lie closer to each other than any tolerance: still the top fifth trains."""
     entropies = np.random.default_rng(0).uniform(0, 3, 1_000_000)
     assert kept(entropies, 0.2).mean() == pytest.approx(0.2, abs=1e-3)

@@ -116,7 +116,7 @@ def paper(cfg: GrpoConfig, b: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_the_loss_is_the_papers_on_groups_that_nobody_would_wish_for(loss_type):
+def test_loss_equals_paper_formula_on_degenerate_groups(loss_type):
     """Equal rewards, all truncated, one token, nothing trained, masks with holes, ratios of thousands, rewards below 0, groups of 1."""
     rng, compared = np.random.default_rng(20261122), 0
     levels = ("token", "sequence", "sequence_token") if loss_type not in ("real", "fipo", "vespo") else ("token",)

@@ -44,7 +44,7 @@ def completions() -> list[ReferenceCompletion]:
 
 
 @pytest.mark.parametrize("case", GOLDEN["losses"], ids=lambda case: "-".join(map(str, case["settings"].values())))
-def test_loss_and_gradients_are_the_published_ones(case, monkeypatch):
+def test_golden_loss_and_gradients_are_reproduced(case, monkeypatch):
     monkeypatch.setattr("tests.reference.packing.MAX_COMPLETION_LENGTH", GOLDEN["max_completion_length"])
     cfg = GrpoConfig(**case["settings"])
     assert validation.problems(Config(grpo=cfg)) == []
@@ -56,12 +56,12 @@ def test_loss_and_gradients_are_the_published_ones(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", GOLDEN["advantages"], ids=lambda case: "-".join(map(str, case["settings"].values())))
-def test_advantages_are_the_published_ones(case):
+def test_golden_advantages_are_reproduced(case):
     found = advantages(GOLDEN["rewards"], GrpoConfig(**case["settings"]), GOLDEN["reward_weights"])
     np.testing.assert_allclose(found.advantages, case["advantages"], rtol=1e-10, atol=1e-12)
 
 
-def test_the_file_is_what_its_program_writes():
+def test_golden_file_equals_output_of_its_program():
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "make_golden_vectors.py"), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -80,7 +80,7 @@ def same_by_definition(settings: dict) -> dict:
     return renamed
 
 
-def test_cases_have_the_same_gradient_only_where_that_is_their_definition():
+def test_golden_cases_with_equal_gradients_are_equal_by_definition():
     """A case that equals another shows nothing about the setting it names."""
     for i, one in enumerate(GOLDEN["losses"]):
         for other in GOLDEN["losses"][:i]:

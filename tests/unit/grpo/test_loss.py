@@ -74,7 +74,7 @@ def assert_equal(found, wanted, *, loss_rtol: float, grad_rtol: float, context) 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_legal_combination_equals_the_reference_however_the_batch_is_cut(loss_type, level):
+def test_loss_equals_reference_for_every_legal_combination_and_partition(loss_type, level):
     number = LOSS_TYPES.index(loss_type) * 10 + LEVELS.index(level)
     rng = np.random.default_rng(number)
     for kl_mode, kl in KL_MODES.items():
@@ -88,7 +88,7 @@ def test_every_legal_combination_equals_the_reference_however_the_batch_is_cut(l
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_float32_log_probs_lose_less_than_the_bar(loss_type):
+def test_loss_in_float32_is_within_tolerance_of_float64(loss_type):
     rng = np.random.default_rng(5)
     for level, kl in itertools.product(LEVELS, KL_MODES.values()):
         cfg = random_others(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl}, OTHERS)
@@ -108,7 +108,7 @@ def test_gradient_does_not_depend_on_micro_batch_size():
         assert_equal(cut, whole, loss_rtol=1e-12, grad_rtol=1e-12, context=size)
 
 
-def test_random_batches_reach_every_branch_they_are_meant_to():
+def test_loss_random_batches_cover_every_branch():
     """The comparison above proves nothing about a branch that no batch enters."""
     completions = [c for seed in range(40) for c in random_batch(seed)]
     stale = [c for c in completions if c.old_logp is not None]
@@ -120,7 +120,7 @@ def test_random_batches_reach_every_branch_they_are_meant_to():
     assert min(means) < 0.01 < 0.3 < max(means)
 
 
-def test_on_policy_ratio_is_one_and_its_gradient_is_the_policy_gradient():
+def test_loss_on_policy_gradient_equals_policy_gradient():
     loss = GrpoLoss.from_config(GrpoConfig(), max_completion_length=4, temperature=1.0)
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     inputs = LossInputs(
@@ -200,12 +200,12 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
         ({"loss_type": "fipo", "delta": 3.0, "fipo_safety_threshold": None}, 4.0, -1.0, 3.0, 0.0),  # beyond delta: no future of its own
     ],
 )
-def test_one_token_by_hand(settings, ratio, advantage, loss, grad):
+def test_loss_of_one_token_by_hand(settings, ratio, advantage, loss, grad):
     found = one_token(GrpoConfig(**settings), ratio=ratio, advantage=advantage)
     assert found == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
 
 
-def test_what_follows_a_token_counts_half_after_the_half_life_and_untrained_tokens_are_distance():
+def test_fipo_future_kl_decays_by_half_life_over_all_tokens():
     """Three trained tokens at places 0, 1 and 3, a half-life of one token; log-ratios of the last two log 2 and log 4."""
     loss = GrpoLoss.from_config(
         GrpoConfig(loss_type="fipo", fipo_decay_rate=1.0, fipo_clip_range=0.0), max_completion_length=4, temperature=1.0
@@ -224,7 +224,7 @@ def test_what_follows_a_token_counts_half_after_the_half_life_and_untrained_toke
     assert logs.sums["fipo/influence_weight_mean"].item() == pytest.approx(exact)
 
 
-def test_reals_groups_by_hand():
+def test_real_loss_groups_by_hand():
     """Good ones have scores 0 and log 4, a bad one 0; beside a group of good ones alone, and one with a row that trains nothing."""
     scores, tau = [0.0, np.log(4), 0.0, 5.0, 5.0, 5.0, 0.0, 0.0, 7.0], 1.0
     advantages = [1.0, 2.0, -1.0, 1.0, 1.0, 0.0, 1.0, -1.0, -1.0]
@@ -248,14 +248,14 @@ def test_the_entropy_bonus_of_a_single_token_by_hand():
 
 
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (1.0, 2.0)])
-def test_a_ratio_on_its_bound_is_inside(bounds):
+def test_rollout_correction_includes_ratio_equal_to_bound(bounds):
     """An engine that agrees exactly is not masked by a bound of 1."""
     correction = rollout_correction("token_mask", lowest=bounds[0], highest=bounds[1], geometric=False)
     one_sequence = SequenceIndex(torch.zeros(2, dtype=torch.int64), 1, no_sum_over_context)
     assert correction(torch.zeros(2, dtype=torch.float64), one_sequence).factors.tolist() == [1.0, 1.0]
 
 
-def test_a_sequence_that_has_not_drifted_is_kept_by_a_delta_of_zero():
+def test_off_policy_mask_with_delta_zero_includes_unchanged_sequence():
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     kept = off_policy_mask(0.0, logprobs=logprobs, old_logprobs=logprobs, sampler_logprobs=logprobs,
                                        advantages=torch.tensor([-1.0, -1.0]),
@@ -263,7 +263,7 @@ def test_a_sequence_that_has_not_drifted_is_kept_by_a_delta_of_zero():
     assert kept.tolist() == [1.0, 1.0]
 
 
-def test_a_log_ratio_beyond_20_is_finite_and_has_no_gradient():
+def test_loss_with_log_ratio_above_20_is_finite_without_gradient():
     value, grad = one_token(GrpoConfig(), ratio=np.exp(60.0), advantage=-1.0)
     assert value == pytest.approx(np.exp(20.0)) and grad == 0.0
 
@@ -283,7 +283,7 @@ def test_loss_of_a_rank_without_trained_positions_is_a_zero_that_backpropagates(
         assert {name: v.item() for name, v in logs.maxima.items()} == nothing
 
 
-def test_logs_are_copies_that_outlive_the_loss():
+def test_loss_logs_are_detached_copies():
     """Megatron's schedule may scale the loss it is given in place."""
     completions = random_batch(2)
     loss = GrpoLoss.from_config(GrpoConfig(), max_completion_length=9, temperature=1.0)
@@ -295,7 +295,7 @@ def test_logs_are_copies_that_outlive_the_loss():
     assert logs.sums["loss"].item() == before and not logs.sums["loss"].requires_grad
 
 
-def test_a_loss_says_which_of_its_inputs_is_missing():
+def test_loss_with_missing_inputs_raises_with_their_names():
     cfg = GrpoConfig(beta=0.1, top_entropy_quantile=0.2)
     loss = GrpoLoss.from_config(cfg, max_completion_length=9, temperature=1.0)
     completions = random_batch(2)
@@ -305,12 +305,12 @@ def test_a_loss_says_which_of_its_inputs_is_missing():
         loss(packed.inputs, logprobs=packed.logprobs)
 
 
-def test_beta_zero_and_kl_in_reward_need_no_reference_in_the_loss():
+def test_loss_with_beta_zero_or_kl_in_reward_needs_no_reference():
     for settings in ({}, {"beta": 0.1, "kl_in_reward": True}):
         assert not GrpoLoss.from_config(GrpoConfig(**settings), max_completion_length=9, temperature=1.0).needs_reference
 
 
-def test_a_reference_given_while_the_kl_is_in_the_reward_is_measured_and_not_trained_on():
+def test_loss_with_kl_in_reward_logs_kl_without_gradient():
     completions = random_batch(6)
     loss, plain = (GrpoLoss.from_config(GrpoConfig(beta=beta, kl_in_reward=beta > 0), max_completion_length=9, temperature=1.0)
                    for beta in (0.3, 0.0))  # fmt: skip
@@ -321,7 +321,7 @@ def test_a_reference_given_while_the_kl_is_in_the_reward_is_measured_and_not_tra
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_slope_of_any_piece_is_the_gradient_of_the_whole_to_the_last_bit(loss_type):
+def test_loss_slope_of_any_slice_equals_whole_gradient_exactly(loss_type):
     """The head uses what it made with the slope only where the loss then asks for exactly that."""
     rng, asked = np.random.default_rng(11), 0
     for kl in KL_MODES.values():
@@ -351,12 +351,12 @@ def test_the_slope_of_any_piece_is_the_gradient_of_the_whole_to_the_last_bit(los
     dict(loss_type="vespo"), dict(loss_type="fipo"),
     dict(top_entropy_quantile=0.5), dict(rollout_importance_sampling_mode="sequence_mask"), dict(off_policy_sequence_mask_delta=0.1),
 ], ids=str)  # fmt: skip
-def test_a_loss_that_looks_at_other_tokens_has_no_slope(settings):
+def test_loss_that_depends_on_other_tokens_has_no_slope(settings):
     assert GrpoLoss.from_config(GrpoConfig(), max_completion_length=9, temperature=1.0).is_per_token
     assert not GrpoLoss.from_config(GrpoConfig(**settings), max_completion_length=9, temperature=1.0).is_per_token
 
 
-def test_a_teachers_word_by_hand():
+def test_teacher_advantage_by_hand():
     """Two on-policy tokens, and one whose old log-prob is -1: A + 2 (log p_teacher - log p_old); the third no teacher has seen."""
     cfg = GrpoConfig(teacher_model_server=["http://t:1"], teacher_kl_coef=2.0, epsilon=0.9)
     logp = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64, requires_grad=True)

@@ -36,7 +36,7 @@ def measured(cfg=None, **tensors):
     return finish(logs.sums, logs.maxima)
 
 
-def test_mismatch_by_hand():
+def test_metrics_mismatch_by_hand():
     # old - sampler: log 2, unknown, -log 4; the fourth token is filtered out.
     sampler = torch.tensor([-1.0 - math.log(2), NAN, -3.0 + math.log(4), -100.0], dtype=torch.float64)
     found = measured(sampler_logprobs=sampler)
@@ -51,7 +51,7 @@ def test_mismatch_by_hand():
 
 
 @pytest.mark.parametrize(("mode", "mean"), [("token_truncate", (1.5 + 1 + 0.25) / 3), ("sequence_truncate", (1.5 + 0.5 * 0.25) / 1.5)])
-def test_the_factor_that_was_applied_is_a_mean_over_trained_tokens_or_sequences(mode, mean):
+def test_metrics_importance_ratio_is_mean_over_trained_tokens_or_sequences(mode, mean):
     """Half of the second sequence is filtered out, and its last token has no log-prob of the sampler's."""
     sampler = torch.tensor([-1.0 - math.log(2), NAN, -3.0 + math.log(4), NAN], dtype=torch.float64)
     found = measured(GrpoConfig(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.5), sampler_logprobs=sampler)
@@ -59,7 +59,7 @@ def test_the_factor_that_was_applied_is_a_mean_over_trained_tokens_or_sequences(
 
 
 @pytest.mark.parametrize("geometric", [True, False])
-def test_a_sequences_factor_counts_once_however_long_it_is(geometric):
+def test_metrics_sequence_level_ratio_counts_once_per_sequence(geometric):
     """Ratios of 4 over three tokens and of 1/2 over one: 2.25 as a mean over sequences, and 3.125 over tokens."""
     sampler = torch.tensor([-1.0 - math.log(4), -2.0, -3.0, -4.0 + math.log(2)], dtype=torch.float64)
     if geometric:
@@ -71,7 +71,7 @@ def test_a_sequences_factor_counts_once_however_long_it_is(geometric):
     assert measured(cfg, **given)["sampling/importance_sampling_ratio/mean"] == pytest.approx(2.25)
 
 
-def test_one_token_has_metrics_too():
+def test_metrics_of_one_token_by_hand():
     one = {name: torch.tensor([value]) for name, value in {"token_weights": 1.0, "advantages": 1.0, "old_logprobs": NAN}.items()}
     found = measured(**one, sampler_logprobs=torch.tensor([-1.5]), logprobs=torch.tensor([-1.0]), entropy=torch.tensor([2.0]),
                      is_compared=torch.ones(1, dtype=torch.bool), sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1,
@@ -80,13 +80,13 @@ def test_one_token_has_metrics_too():
     assert (found["sampling/sampling_logp_difference/max"], found["sampling/effective_sample_size"]) == (0.5, 1.0)
 
 
-def test_cispo_clips_above_only():
+def test_metrics_of_cispo_count_upper_clipping_only():
     old = torch.tensor([-1.0, -4.0, -1.0, -4.0], dtype=torch.float64)  # ratios 1, e^2, e^-2
     found = measured(GrpoConfig(loss_type="cispo", epsilon_high=2.0), old_logprobs=old)
     assert (found["clip_ratio/low_mean"], found["clip_ratio/high_mean"]) == (0.0, pytest.approx(1 / 3))
 
 
-def test_log_probs_below_what_float64_can_exponentiate_end_no_run():
+def test_metrics_perplexity_of_tiny_logprobs_is_infinite():
     """exp(709.8) is too large for float64: a perplexity is infinite then."""
     found = measured(logprobs=torch.full((4,), -709.8, dtype=torch.float64), sampler_logprobs=torch.full((4,), -1.0e6))
     assert found["sampling/perplexity_trainer"] == found["sampling/perplexity_rollout"] == math.inf
@@ -94,12 +94,12 @@ def test_log_probs_below_what_float64_can_exponentiate_end_no_run():
     assert found["sampling/perplexity_trainer"] == pytest.approx(math.exp(700.0))
 
 
-def test_sapo_clips_nothing():
+def test_metrics_of_sapo_count_no_clipping():
     found = measured(GrpoConfig(loss_type="sapo"), old_logprobs=torch.tensor([-9.0, -9.0, 9.0, 9.0], dtype=torch.float64))
     assert found["clip_ratio/region_mean"] == 0.0
 
 
-def test_without_sampler_log_probs_nothing_is_invented():
+def test_metrics_without_sampler_logprobs_omit_mismatch():
     assert not {name for name in measured() if name.startswith("sampling/") and "ratio" not in name}
 
 
@@ -120,7 +120,7 @@ def test_clip_ratios_count_tokens_or_sequences():
     assert found["clip_ratio/high_mean"] == pytest.approx(1 / 1.5) and found["clip_ratio/low_mean"] == pytest.approx(0.5 / 1.5)
 
 
-def test_the_samplers_own_log_probs_are_no_measure_of_the_sampler():
+def test_metrics_omit_mismatch_where_old_logprobs_are_from_sampler():
     """`--old_logprobs rollout`: the second of two stale sequences takes its ratio against them; they differ from themselves by nothing."""
     sampler = torch.tensor([-1.5, -2.0, -3.0, -4.0], dtype=torch.float64)
     given = dict(sampler_logprobs=sampler, old_logprobs=torch.tensor([-1.0, -1.0, -3.0, -4.0]), token_weights=torch.full((4,), 0.25))
@@ -155,12 +155,12 @@ def test_the_extremes_of_clipping_are_those_of_single_micro_batches():
     assert finish(together.sums, together.maxima)["clip_ratio/low_min"] == 0.5, "a micro-batch in which nothing trains has no share"
 
 
-def test_a_step_without_trained_tokens_reports_its_loss_alone():
+def test_metrics_of_step_without_trained_tokens_contain_only_loss():
     assert measured(token_weights=torch.zeros(4)) == {"loss": 0.0}
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_metrics_do_not_depend_on_how_the_batch_is_cut(level):
+def test_metrics_are_equal_for_any_partition_of_the_batch(level):
     cfg = GrpoConfig(beta=0.1, log_entropy=True, importance_sampling_level=level, rollout_importance_sampling_mode=f"{level}_mask")
     completions = random_batch(7)
     one, many = (package_loss(cfg, completions, split)[3] for split in ([range(8)], [[i] for i in (3, 1, 2, 0, 7, 6, 5, 4)]))

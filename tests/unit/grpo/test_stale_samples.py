@@ -23,20 +23,20 @@ def sample(version: int) -> Sample:
 WEIGHTS = [0.5]
 
 
-def test_a_stale_sample_without_old_log_probs_cannot_be_collated():
+def test_collate_stale_sample_without_old_logprobs_raises():
     assert np.isnan(collate([sample(5)], WEIGHTS, trained_at=5).old_logprobs).all()
     with pytest.raises(ValueError, match="row 3 of rollout 1 .* version 4 .* version 5 without old log-probs"):
         collate([sample(4)], WEIGHTS, trained_at=5)
 
 
 @pytest.mark.parametrize("by", ["recompute", "cached"])
-def test_a_sample_is_not_anchored_while_one_of_its_trained_tokens_has_no_old_log_prob(by):
+def test_with_old_logprobs_rejects_missing_values_at_trained_tokens(by):
     with pytest.raises(ValueError, match="row 3 of rollout 1 has no old log-prob at 1 of 2 trained tokens"):
         sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, NAN]), by)
     assert sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, -1.0]), by).old_logprobs_from == by
 
 
-def test_a_sampler_may_leave_out_a_token_and_its_ratio_is_then_one():
+def test_stale_sample_token_without_sampler_logprob_has_ratio_one():
     stale = sample(4).with_old_logprobs(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
     micro = collate([stale], WEIGHTS, trained_at=5)
     names = ("token_weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")

@@ -35,32 +35,32 @@ def per_token(result):
         ("sequence_sum", [1 / 3] * 3),
     ],
 )
-def test_weight_of_a_token_by_hand(loss_type, expected):
+def test_token_weights_by_hand(loss_type, expected):
     result = token_weight_fn(loss_type)
     assert per_token(result) == pytest.approx(expected, rel=1e-15)
     assert (result.num_sequences, result.num_loss_tokens) == (3, 7)
 
 
-def test_overlong_filter_empties_the_mask_and_keeps_n():
+def test_token_weights_with_overlong_filter_keep_row_count():
     result = token_weight_fn("grpo", is_truncated=(False, False, True), overlong_filter=True)
     assert per_token(result) == pytest.approx([1 / 6, 1 / 3, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (3, 3)
     assert per_token(token_weight_fn("dapo", is_truncated=(False, False, True), overlong_filter=True)) == pytest.approx([1 / 3, 1 / 3, 0.0])
 
 
-def test_zero_std_groups_leave_n_too():
+def test_token_weights_exclude_zero_std_groups_from_count():
     result = token_weight_fn("grpo", is_zero_std=(False, False, True), exclude_zero_std_groups=True)
     assert per_token(result) == pytest.approx([1 / 4, 1 / 2, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (2, 3)
 
 
-def test_flags_without_their_filter_change_nothing():
+def test_token_weights_ignore_flags_without_filter():
     result = token_weight_fn("grpo", is_truncated=(True,) * 3, is_zero_std=(True,) * 3)
     assert per_token(result) == per_token(token_weight_fn("grpo"))
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
-def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
+def test_token_weights_of_fully_filtered_batch_are_zero(loss_type):
     for settings in (
         {"is_zero_std": (True,) * 3, "exclude_zero_std_groups": True},
         {"is_truncated": (True,) * 3, "overlong_filter": True},
@@ -70,12 +70,12 @@ def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
         assert (result.row_weights == 0).all()
 
 
-def test_a_completion_without_trained_tokens_counts_in_n():
+def test_token_weights_count_completions_without_trained_tokens():
     result = token_weights([2, 0], loss_type="grpo", is_truncated=(False, False), is_zero_std=(False, False), max_completion_length=2)
     assert result.row_weights.tolist() == [0.25, 0.0] and result.num_sequences == 2
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
-def test_a_single_token_weighs_one_and_a_constant_length_is_constant_for_it_too(loss_type):
+def test_token_weights_of_single_token_by_hand(loss_type):
     result = token_weights([1], loss_type=loss_type, is_truncated=[False], is_zero_std=[False], max_completion_length=8)
     assert result.row_weights.tolist() == [1 / 8 if loss_type == "dr_grpo" else 1.0]

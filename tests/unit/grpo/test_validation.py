@@ -20,11 +20,11 @@ def config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **gr
     return Config(grpo=GrpoConfig(**grpo), rollout=sampling, rewards=RewardConfig(reward_funcs=[*reward_funcs]))
 
 
-def test_the_defaults_are_legal_and_quiet():
+def test_grpo_defaults_give_no_problems_and_no_warnings():
     assert validation.problems(Config()) == [] and validation.warnings(Config()) == []
 
 
-def test_every_choice_of_every_setting_is_legal_alone():
+def test_grpo_settings_each_choice_is_legal_alone():
     restricted = [setting for setting in table().values() if setting.group == "grpo" and setting.choices]
     assert restricted
     for setting in restricted:
@@ -78,7 +78,7 @@ def test_every_choice_of_every_setting_is_legal_alone():
         ),
     ],
 )
-def test_refused_with_a_reason(settings, flag, reason):
+def test_grpo_incompatible_settings_are_rejected_with_reason(settings, flag, reason):
     (problem,) = validation.problems(config(**settings))
     assert flag in problem.flags
     assert re.search(reason, problem.message), problem.message
@@ -114,7 +114,7 @@ def test_all_problems_are_reported_together():
         ),
     ],
 )
-def test_warned_about(settings, says):
+def test_grpo_unusual_settings_give_a_warning(settings, says):
     assert validation.problems(config(**settings)) == []
     (warning,) = validation.warnings(config(**settings))
     assert re.search(says, warning), warning
@@ -137,7 +137,7 @@ def test_warned_about(settings, says):
         ({"min_p": 0.1, "top_k": 256, "top_p": 0.9}, None, {}),
     ],
 )
-def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, nearest):
+def test_sampling_mask_without_finite_size_is_rejected(rollout, says, nearest):
     found = validation.problems(Config(rollout=RolloutConfig(**rollout)))
     assert [says in one.message for one in found] == ([True] if says else []) and all(one.nearest == nearest for one in found)
     assert validation.warnings(Config(rollout=RolloutConfig(top_p=0.9, top_k=5))) == []
@@ -151,7 +151,7 @@ def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, ne
         ({"generation_kwargs": {"structured_outputs": {"choice": ["a", "b"]}}}, "structured outputs"),
     ],
 )
-def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, said):
+def test_top_p_or_min_p_without_top_k_uses_largest_top_k_with_warning(rollout, said):
     cfg = RolloutConfig(**rollout)
     (warning,) = validation.warnings(Config(rollout=cfg))
     assert warning.startswith(f"Note: {said} without top_k implies top_k 256")
@@ -160,7 +160,7 @@ def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, sa
     assert SamplingSettings.from_config(RolloutConfig(), num_generations=2).top_k == 0
 
 
-def test_gspo_as_its_paper_has_it_is_quiet():
+def test_gspo_with_settings_of_its_paper_gives_no_warning():
     assert validation.warnings(config(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)) == []
 
 
@@ -176,7 +176,7 @@ def test_checking_imports_no_torch():
         (dict(generation=24, global_batch=16, passes=2), "num_iterations", {"num_iterations": [1]}),
     ],
 )
-def test_real_asks_for_whole_groups_in_each_step(sizes, flag, near):
+def test_real_loss_without_whole_groups_per_step_is_rejected(sizes, flag, near):
     (problem,) = validation.group_problems(GrpoConfig(loss_type="real"), group=8, **sizes)
     assert flag in problem.flags and problem.nearest == near
     assert validation.group_problems(GrpoConfig(), group=8, **sizes) == []

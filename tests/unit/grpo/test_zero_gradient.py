@@ -66,7 +66,7 @@ def batch(seed: int):
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 @pytest.mark.parametrize("filters", [(), ("overlong_filter",), ("exclude_zero_std_groups",), tuple(FILTERS)])
-def test_a_row_that_is_left_out_has_no_gradient_and_changes_nothing_for_the_others(name, filters):
+def test_omitted_row_has_no_gradient_and_does_not_change_others(name, filters):
     settings = LEFT_OUT[name] | dict.fromkeys(filters, True)
     kinds = kinds_of(**settings)
     assert kinds == WEIGHTLESS | {"zero_advantage"} | {FILTERS[one] for one in filters}
@@ -84,7 +84,7 @@ def test_a_row_that_is_left_out_has_no_gradient_and_changes_nothing_for_the_othe
 
 
 @pytest.mark.parametrize("name", [name for name in LOOKED_AT if "teacher" not in name and name != "adaptive entropy"])
-def test_what_looks_at_rows_of_advantage_0_keeps_them(name):
+def test_zero_advantage_rows_are_computed_if_a_setting_needs_them(name):
     settings = LOOKED_AT[name]
     assert kinds_of(**settings) == WEIGHTLESS
     cfg, changed = GrpoConfig(**settings), False
@@ -99,7 +99,7 @@ def test_what_looks_at_rows_of_advantage_0_keeps_them(name):
     assert changed, "the row has a gradient, or it moves the threshold of others"
 
 
-def test_a_teacher_gives_rows_of_advantage_0_a_gradient():
+def test_zero_advantage_rows_with_teacher_have_a_gradient():
     completions = batch(0)
     cfg = GrpoConfig(teacher_model="a")
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
@@ -110,7 +110,7 @@ def test_a_teacher_gives_rows_of_advantage_0_a_gradient():
 
 
 @pytest.mark.parametrize("name", LOOKED_AT)
-def test_rows_without_a_weight_are_left_out_whatever_looks_at_the_others(name):
+def test_rows_of_weight_zero_are_always_omitted(name):
     assert kinds_of(**LOOKED_AT[name], overlong_filter=True) == WEIGHTLESS | {"truncated"}
 
 
@@ -119,19 +119,19 @@ def test_rows_without_a_weight_are_left_out_whatever_looks_at_the_others(name):
     [dict(compute_zero_advantage_rows=True), dict(moe_z_loss_coeff=0.01), dict(loss_type="real")],
     ids=lambda one: next(iter(one)),
 )
-def test_nothing_is_left_out_where_all_rows_count(settings):
+def test_no_row_is_omitted_if_every_row_has_a_gradient(settings):
     kinds = kinds_of(**settings, overlong_filter=True, exclude_zero_std_groups=True)
     assert kinds == frozenset() and not any(left_out(batch(0), kinds))
 
 
-def test_a_checkpoint_of_an_earlier_version_has_left_out_nothing():
+def test_checkpoint_without_zero_gradient_record_omits_no_rows():
     settings = list_settings(Config())
     assert zero_gradient_kinds(settings) and not zero_gradient_kinds(
         {name: settings[name] for name in settings if name not in DECIDING[:1]}
     )
 
 
-def test_every_setting_that_is_read_is_named():
+def test_zero_gradient_rules_name_every_setting_they_read():
     """A resume compares these."""
 
     class Read(dict):
@@ -145,7 +145,7 @@ def test_every_setting_that_is_read_is_named():
     assert read == set(DECIDING)
 
 
-def test_a_weight_is_0_for_exactly_the_rows_that_filters_leave_out():
+def test_row_weights_are_zero_exactly_for_filtered_rows():
     for filters in ((), ("overlong_filter",), ("exclude_zero_std_groups",), tuple(FILTERS)):
         completions = batch(1)
         cfg = GrpoConfig(**dict.fromkeys(filters, True))
