@@ -40,7 +40,7 @@ def log_steps(metrics: MetricsLogger, number: int):
         metrics.log(Progress(step=step, num_tokens=step), {"reward": 1.0, "time/step": 0.1})
 
 
-def test_a_service_that_fails_is_said_once_and_asked_no_more_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def test_reporter_that_fails_is_reported_once_and_disabled(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Broken)
     metrics = logger_in(tmp_path, config={"report_to": ["tensorboard"]})
     log_steps(metrics, 4)
@@ -51,7 +51,7 @@ def test_a_service_that_fails_is_said_once_and_asked_no_more_and_the_run_goes_on
     assert Broken.latest.logged == 2
 
 
-def test_plots_that_cannot_be_drawn_are_a_warning(tmp_path, caplog):
+def test_plots_that_cannot_be_written_give_a_warning(tmp_path, caplog):
     (tmp_path / "plots").write_text("in the way")
     metrics = logger_in(tmp_path, config={"save_steps": 1})
     log_steps(metrics, 2)
@@ -59,14 +59,14 @@ def test_plots_that_cannot_be_drawn_are_a_warning(tmp_path, caplog):
     assert "plots failed, and the run continues without it: FileExistsError" in caplog.text
 
 
-def test_a_run_that_failed_ends_without_a_summary(tmp_path, capsys):
+def test_failed_run_prints_no_summary(tmp_path, capsys):
     metrics = logger_in(tmp_path)
     log_steps(metrics, 4)
     metrics.close(summary=False)
     assert "reward while training" not in capsys.readouterr().out
 
 
-def test_foreign_files_among_the_completions_stay(tmp_path):
+def test_completions_folder_keeps_files_of_the_user(tmp_path):
     folder = tmp_path / "completions"
     folder.mkdir()
     for name in ("step_mine.parquet", "step_000003.parquet", "step_000003_1.parquet", "step_000001.parquet", "step_.parquet"):
@@ -75,13 +75,13 @@ def test_foreign_files_among_the_completions_stay(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["step_.parquet", "step_000001.parquet", "step_mine.parquet"]
 
 
-def test_a_table_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+def test_completions_table_that_cannot_be_written_gives_a_warning(tmp_path, caplog):
     (tmp_path / "completions").write_text("in the way")
     assert Completions(tmp_path, reward_names=["right", "short"]).write(rollout_of_two()) is None
     assert "the run continues without it" in caplog.text
 
 
-def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
+def test_closed_stdout_does_not_end_the_run(tmp_path):
     script = f"""
 import sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from megatron_grpo.run.config.evaluation import ks
 from megatron_grpo.run.metrics import evaluations as estimates
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
+def test_pass_at_k_equals_enumeration_of_subsets():
     for n in range(1, 8):
         for right in range(n + 1):
             outcomes = [1] * right + [0] * (n - right)
@@ -22,17 +22,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
                 assert found == pytest.approx(sum(subsets) / len(subsets), abs=1e-15)
 
 
-def test_pass_at_k_of_many_is_that_of_whole_numbers():
+def test_pass_at_k_of_many_completions_equals_integer_arithmetic():
     exact = [1 - math.comb(256 - c, 64) / math.comb(256, 64) for c in range(257)]
     assert np.abs(estimates.pass_at_k(np.arange(257), np.full(257, 256), 64) - exact).max() < 1e-14
 
 
-def test_pass_at_k_is_not_known_of_fewer_than_k_and_each_prompt_has_its_own_n():
+def test_pass_at_k_of_fewer_than_k_completions_is_nan():
     found = estimates.pass_at_k(np.array([1, 1, 0]), np.array([1, 4, 2]), 2)
     assert math.isnan(found[0]) and found[1:].tolist() == [0.5, 0.0]
 
 
-def test_pass_at_k_is_unbiased_where_the_obvious_formula_is_not():
+def test_pass_at_k_is_unbiased_where_naive_formula_is_not():
     """Chances of Beta(0.5, 1.5), k 4 of n 8: the truth is known. `1 - (1 - c/n)^k` misses it by eight per cent, `any of n` by a quarter."""
     draw, n, k = np.random.default_rng(0), 8, 4
     right = draw.binomial(n, draw.beta(0.5, 1.5, size=200_000))
@@ -49,7 +49,7 @@ def runs(draw: np.random.Generator, rates: np.ndarray) -> np.ndarray:
     return (draw.random((*rates.shape, N)) < rates[..., None]).astype(np.float64)
 
 
-def test_the_error_over_prompts_is_the_spread_of_evaluations_with_other_prompts():
+def test_stderr_over_prompts_equals_spread_over_other_prompts():
     scores = runs(draw := np.random.default_rng(1), draw.beta(0.5, 1.5, size=(1500, P)))
     found = [estimates.mean_over_prompts(estimates.prompt_means(one)) for one in scores]
     true = np.std([mean for mean, _ in found])
@@ -58,7 +58,7 @@ def test_the_error_over_prompts_is_the_spread_of_evaluations_with_other_prompts(
     assert as_if_independent < 0.65 * true
 
 
-def test_the_error_of_the_seed_is_the_spread_of_evaluations_of_these_prompts():
+def test_sampling_error_equals_spread_over_seeds():
     draw = np.random.default_rng(2)
     scores = runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
     true = np.std([estimates.mean_over_prompts(estimates.prompt_means(one))[0] for one in scores])
@@ -66,7 +66,7 @@ def test_the_error_of_the_seed_is_the_spread_of_evaluations_of_these_prompts():
     assert estimates.mean_over_prompts(estimates.prompt_means(scores[0]))[1] > 1.5 * true, "the two errors are two questions"
 
 
-def test_the_seeds_error_holds_where_completions_have_no_score():
+def test_sampling_error_is_unbiased_with_unscored_completions():
     draw = np.random.default_rng(3)
     scores = runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
     is_lost = draw.random((P, N)) < 0.6
@@ -75,7 +75,7 @@ def test_the_seeds_error_holds_where_completions_have_no_score():
     assert np.mean([estimates.sampling_error(one) for one in scores]) == pytest.approx(true, rel=0.1)
 
 
-def test_a_change_on_the_same_prompts_is_known_better_than_its_two_ends():
+def test_paired_change_has_smaller_error_than_unpaired():
     draw = np.random.default_rng(4)
     rates = draw.beta(0.5, 1.5, size=(1500, P))
     before, after = runs(draw, rates).mean(axis=2), runs(draw, np.clip(rates + 0.05, 0, 1)).mean(axis=2)
@@ -85,7 +85,7 @@ def test_a_change_on_the_same_prompts_is_known_better_than_its_two_ends():
     assert math.hypot(estimates.mean_over_prompts(before[0])[1], estimates.mean_over_prompts(after[0])[1]) > 1.3 * true
 
 
-def test_what_has_no_score_is_left_out():
+def test_prompt_means_exclude_unscored_completions():
     scores = np.array([[1.0, 0.0], [np.nan, 1.0], [np.nan, np.nan]])
     means = estimates.prompt_means(scores)
     assert means[:2].tolist() == [0.5, 1.0] and math.isnan(means[2])
@@ -96,5 +96,5 @@ def test_what_has_no_score_is_left_out():
     assert math.isnan(estimates.sampling_error(scores[1:])) and math.isnan(estimates.mean_over_prompts(means[:1])[1])
 
 
-def test_the_k_that_are_told():
+def test_pass_at_k_values_reported_by_number_of_completions():
     assert [ks(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]

@@ -24,7 +24,7 @@ def drawn(scores, **values):
     return replace(evaluated(0.0), **{"n": 2, "temperature": 1.0, "rows": range(len(scores)), "scores": np.array(scores), **values})
 
 
-def test_a_line_has_means_errors_and_passes_and_counts_what_has_no_score(tmp_path):
+def test_evaluation_record_has_means_errors_pass_at_k_and_unscored_count(tmp_path):
     record = Evaluations(tmp_path).add(3, drawn([[1.0, 0.0], [1.0, 1.0], [np.nan, 2.0], [np.nan, np.nan]]))
     assert lines(tmp_path) == [record]
     assert (record["num_prompts"], record["unscored"], record["n"]) == (3, 3, 2)
@@ -33,7 +33,7 @@ def test_a_line_has_means_errors_and_passes_and_counts_what_has_no_score(tmp_pat
     assert (record["pass@1"], record["pass@2"]) == (pytest.approx(2.5 / 3), 1.0), "of the third prompt two were not scored"
 
 
-def test_the_change_is_against_the_first_that_asked_the_same(tmp_path):
+def test_evaluation_change_is_relative_to_first_with_same_question(tmp_path):
     """Another question, as after other settings on resuming, begins anew."""
     kept = Evaluations(tmp_path)
     kept.add(0, evaluated(0.0, 1.0, question="a"))
@@ -45,7 +45,7 @@ def test_the_change_is_against_the_first_that_asked_the_same(tmp_path):
     assert lines(tmp_path)[3]["change/since"] == 0
 
 
-def test_a_resumed_run_pairs_with_the_first_and_forgets_what_it_does_again(tmp_path):
+def test_evaluations_after_resume_pair_with_first_and_drop_repeated_steps(tmp_path):
     first = Evaluations(tmp_path)
     for step in (0, 2, 4):
         for name in ("eval", "other"):
@@ -62,7 +62,7 @@ def test_a_resumed_run_pairs_with_the_first_and_forgets_what_it_does_again(tmp_p
     assert len(lines(tmp_path, "evaluations/other/prompts.jsonl")) == 2
 
 
-def test_a_command_that_comes_again_adds_to_what_is_there(tmp_path):
+def test_evaluate_command_appends_to_existing_records(tmp_path):
     for model, score in (("base", 0.0), ("trained", 0.5)):
         kept = Evaluations(tmp_path, replaces=False)
         kept.start()
@@ -72,7 +72,7 @@ def test_a_command_that_comes_again_adds_to_what_is_there(tmp_path):
     assert "change from base" in [figure for figure, *_ in describe(kept.records)[2]]
 
 
-def test_lines_of_an_older_version_are_read(tmp_path):
+def test_evaluation_records_of_an_older_version_are_read(tmp_path):
     (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "right": 0.25, "mean_length": 9.0}\n')
     kept = Evaluations(tmp_path)
     kept.start(5)
@@ -81,7 +81,7 @@ def test_lines_of_an_older_version_are_read(tmp_path):
     assert compare_evaluations(before, after) == [("right", 0.25, 0.5), ("mean_length", 9.0, 8.0)]
 
 
-def test_the_table_says_how_it_was_asked_and_what_seeds_alone_would_change():
+def test_evaluation_table_shows_sampling_settings_and_sampling_error():
     found = drawn([[1.0, 0.0], [1.0, 1.0]])
     how, heads, rows = describe([{"step": 1} | found.numbers()])
     told = dict(rows)
@@ -95,7 +95,7 @@ def test_the_table_says_how_it_was_asked_and_what_seeds_alone_would_change():
 
 
 @pytest.mark.parametrize("step", [0, 4], ids=["before the first checkpoint", "after one"])
-def test_a_run_killed_in_an_evaluation_leaves_nothing_to_compare_with(tmp_path, step):
+def test_evaluation_interrupted_by_kill_is_not_used_for_comparison(tmp_path, step):
     """It had written what the prompts scored, and not yet its line. Other answers would give changes another sign."""
     dead = Evaluations(tmp_path)
     dead.add(step, evaluated(0.9, 0.9, question="a"))
@@ -108,13 +108,13 @@ def test_a_run_killed_in_an_evaluation_leaves_nothing_to_compare_with(tmp_path, 
     assert [line["means"] for line in lines(tmp_path, "evaluations/eval/prompts.jsonl")] == [[0.1, 0.1], [0.5, 0.5]]
 
 
-def test_a_run_without_a_checkpoint_forgets_the_first_evaluation_of_the_one_before_it(tmp_path):
+def test_evaluations_of_run_without_checkpoint_are_removed_by_next_run(tmp_path):
     Evaluations(tmp_path).add(0, replace(evaluated(0.9, name="gone", question="a"), table={"completion": ["x"]}))
     logger_in(tmp_path, console=Console(file=io.StringIO())).start(Progress())
     assert not lines(tmp_path) and not lines(tmp_path, "evaluations/gone/prompts.jsonl") and not list(tmp_path.rglob("*.parquet"))
 
 
-def test_evaluations_that_were_cut_short_are_noticed_when_a_run_goes_on(tmp_path, caplog):
+def test_evaluations_with_missing_records_are_reported_on_resume(tmp_path, caplog):
     kept = Evaluations(tmp_path)
     for step in (0, 2, 4):
         kept.add(step, evaluated(0.5))
@@ -127,7 +127,7 @@ def test_evaluations_that_were_cut_short_are_noticed_when_a_run_goes_on(tmp_path
     assert "evaluations.jsonl has no line of eval at step [2, 4]: it was cut or removed" in said
 
 
-def test_a_command_that_was_killed_in_mid_line_spoils_no_line_of_the_next(tmp_path, caplog):
+def test_evaluate_command_after_partial_line_writes_valid_records(tmp_path, caplog):
     kept = Evaluations(tmp_path, replaces=False)
     kept.add(0, evaluated(0.5, question="a"), model="base")
     for name in ("evaluations.jsonl", "evaluations/eval/prompts.jsonl"):

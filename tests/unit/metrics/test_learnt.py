@@ -40,21 +40,21 @@ def learnt(*records, **how) -> GradientSummary:
         ([], ""),
     ],
 )
-def test_a_run_trained_nothing_if_no_gradient_moved_its_weights(records, sentence):
+def test_learning_check_reports_run_without_weight_updates(records, sentence):
     assert learnt(*records).nothing(len(records)) == sentence
 
 
-def test_of_steps_that_are_not_on_record_nothing_is_said():
+def test_learning_check_ignores_steps_without_records():
     assert learnt(ALIKE, ALIKE).nothing(3) == "", "the first may have learnt"
 
 
-def test_groups_of_equal_rewards_matter_where_advantages_are_differences_within_a_group_alone():
+def test_learning_check_reports_equal_rewards_for_group_relative_advantages_only():
     assert learnt(BY_THE_KL).alike() == "no group's rewards differed in 1 of 1 steps"
     assert learnt(BY_THE_KL, compares_groups=False).alike() == learnt(BY_THE_KL, APART).alike() == ""
 
 
 @pytest.mark.parametrize(("config", "is_said"), [({"reward_funcs": ["one"]}, True), ({"reward_funcs": []}, False)])  # a teacher alone
-def test_a_run_says_after_two_steps_and_at_its_end_that_rewards_never_differ_and_a_resumed_one_counts_on(tmp_path, config, is_said):
+def test_learning_check_warns_of_equal_rewards_after_two_steps_and_at_end(tmp_path, config, is_said):
     def metrics(*steps):
         found = logger_in(tmp_path, config=config, console=Console(file=io.StringIO(), width=200))
         found.start(Progress(step=steps[0] - 1))

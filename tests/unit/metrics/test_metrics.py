@@ -68,7 +68,7 @@ def records(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_every_optimizer_step_is_one_line(tmp_path):
+def test_metrics_have_one_line_per_optimizer_step(tmp_path):
     run(metrics_in(tmp_path), 1, 3)
     told = [(record["step"], record["num_tokens"], record["reward"]) for record in records(tmp_path)]
     assert told == [(1, 100, 0.1), (2, 200, 0.2), (3, 300, 0.3)]
@@ -78,13 +78,13 @@ def test_every_optimizer_step_is_one_line(tmp_path):
     )
 
 
-def test_a_resumed_run_drops_the_records_of_steps_it_takes_again(tmp_path):
+def test_metrics_after_resume_drop_records_of_repeated_steps(tmp_path):
     run(metrics_in(tmp_path), 1, 5, kl=1.0)
     run(metrics_in(tmp_path), 4, 6, kl=2.0)
     assert [(record["step"], record["kl"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
 
 
-def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
+def test_metrics_partial_last_line_is_dropped(tmp_path):
     run(metrics_in(tmp_path), 1, 2)
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3, "rew')
@@ -92,7 +92,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
 
 
-def test_numbers_that_json_lacks_are_null_and_numpys_are_plain(tmp_path):
+def test_metrics_write_nan_as_null_and_numpy_numbers_as_json(tmp_path):
     metrics = metrics_in(tmp_path)
     metrics.log(
         Progress(step=1),
@@ -102,7 +102,7 @@ def test_numbers_that_json_lacks_are_null_and_numpys_are_plain(tmp_path):
     assert (record["kl"], record["loss"], record["entropy"], record["skipped_iterations"]) == (None, None, 0.5, 7)
 
 
-def test_other_ranks_write_and_print_nothing(tmp_path):
+def test_metrics_of_other_ranks_are_not_written_or_printed(tmp_path):
     metrics = metrics_in(tmp_path, rank=1, config={"save_steps": 1})
     metrics.open()
     metrics.start(Progress())
@@ -138,7 +138,7 @@ def test_an_evaluation_repeated_at_the_same_step_replaces_the_first(tmp_path):
     assert "Evaluation at step 3 (greedy)" in told_by(metrics)
 
 
-def test_a_resumed_run_keeps_the_records_of_the_steps_before_it(tmp_path):
+def test_metrics_after_resume_keep_records_of_earlier_steps(tmp_path):
     for number, seconds in ((1, 1.0), (2, 1.0), (3, 1.0), (3, 2.0)):
         metrics = metrics_in(tmp_path)
         metrics.start(Progress(step=number - 1))
@@ -146,7 +146,7 @@ def test_a_resumed_run_keeps_the_records_of_the_steps_before_it(tmp_path):
     assert [(record["step"], record["time/step"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 2)]
 
 
-def test_a_resumed_run_forgets_later_evaluations(tmp_path):
+def test_evaluations_after_resume_drop_later_steps(tmp_path):
     for step in (2, 5, 3):
         metrics = metrics_in(tmp_path)
         metrics.start(Progress(step=step))
@@ -154,7 +154,7 @@ def test_a_resumed_run_forgets_later_evaluations(tmp_path):
     assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [2, 3]
 
 
-def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path, monkeypatch):
+def test_evaluation_score_is_in_records_and_plots_after_resume(tmp_path, monkeypatch):
     from megatron_grpo.run.metrics import plots as plots
 
     drawn = []
@@ -184,7 +184,7 @@ def test_the_table_at_the_end_compares_means_over_the_first_and_the_last_rollout
     assert [" ".join(word for word in words if word[-1].isdigit()) for words in rows] == ([row] if row else [])
 
 
-def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_path):
+def test_final_table_omits_metrics_without_first_or_last_value(tmp_path):
     metrics = metrics_in(tmp_path)
     metrics.start(Progress())
     for step, right in ((0, float("nan")), (1, 0.5)):
@@ -194,7 +194,7 @@ def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_pa
     assert "mean@1" in table and "right" not in table and not re.search(r"^\W*step\s+0\s+1\s", table, re.MULTILINE)
 
 
-def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monkeypatch):
+def test_reporter_init_has_first_step_and_settings(tmp_path, monkeypatch):
     from megatron_grpo.run.metrics import reporters
 
     begun, config = queue.Queue(), {"report_to": ["tensorboard"], "lr": 1.0}
@@ -203,7 +203,7 @@ def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monk
     assert begun.get(timeout=60) == reporters.ReporterInit(output_dir=tmp_path, config=config, first_step=7)
 
 
-def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
+def test_repeated_evaluation_replaces_only_its_own_step(tmp_path, monkeypatch):
     from megatron_grpo.run.metrics import plots as plots
 
     drawn = []
@@ -217,7 +217,7 @@ def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatc
     assert [(line["step"], line["mean@1"]) for line in records(tmp_path, "evaluations.jsonl")] == [(2, 9.0), (3, 7.0)]
 
 
-def test_records_make_their_folder(tmp_path):
+def test_jsonl_file_creates_its_folder(tmp_path):
     from megatron_grpo.run.metrics.records import JsonlFile
 
     for step in (1, 2):
@@ -225,7 +225,7 @@ def test_records_make_their_folder(tmp_path):
     assert records(tmp_path / "a" / "b") == [{"step": 1}, {"step": 2}]
 
 
-def test_a_pipe_gets_plain_lines_now_and_then_and_always_the_last(tmp_path):
+def test_pipe_output_has_periodic_plain_lines_and_the_last_step(tmp_path):
     metrics = metrics_in(tmp_path, total_steps=50)
     run(metrics, 1, 50)
     lines = [line for line in told_by(metrics).splitlines() if line.startswith("step")]
@@ -233,7 +233,7 @@ def test_a_pipe_gets_plain_lines_now_and_then_and_always_the_last(tmp_path):
     assert "\x1b" not in told_by(metrics)
 
 
-def test_a_terminal_gets_one_line_that_is_redrawn_with_warnings_above_it(tmp_path):
+def test_terminal_shows_one_redrawn_line_with_warnings_above(tmp_path):
     console = Console(file=Terminal(), width=120, force_terminal=True, _environ={})
     metrics = metrics_in(tmp_path, total_steps=4, console=console)
     run(metrics, 1, 2)
@@ -245,7 +245,7 @@ def test_a_terminal_gets_one_line_that_is_redrawn_with_warnings_above_it(tmp_pat
     assert logging.getLogger("megatron_grpo").handlers == []
 
 
-def test_plots_are_pictures_of_what_was_logged(tmp_path):
+def test_plots_are_drawn_from_logged_metrics(tmp_path):
     from PIL import Image
 
     metrics = metrics_in(tmp_path, config={"save_steps": 30})
@@ -269,7 +269,7 @@ def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypat
     assert "matplotlib is not installed (pip install 'megatron-grpo[plot]')" in warning.message
 
 
-def test_a_service_that_is_not_installed_is_an_error_that_names_its_extra(tmp_path, monkeypatch):
+def test_reporter_that_is_not_installed_is_rejected_with_its_extra(tmp_path, monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
@@ -295,7 +295,7 @@ def test_tensorboard_gets_the_finite_numbers_of_every_step(tmp_path):
     assert "eval/mean@1" in tags and "kl" not in tags and "step" not in tags
 
 
-def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():
+def test_timers_sum_blocks_of_one_name_and_reset():
     timers = Timers()
     for _ in range(2):
         with timers("rollout"):
@@ -307,7 +307,7 @@ def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():
     assert timers.take().keys() == {"time/other", "time/step"}
 
 
-def test_what_is_in_no_block_is_other_and_the_parts_sum_to_the_step():
+def test_timers_assign_untimed_rest_to_other_and_sum_to_step():
     timers = Timers()
     timers.take()
     for _ in range(2):
@@ -320,7 +320,7 @@ def test_what_is_in_no_block_is_other_and_the_parts_sum_to_the_step():
         assert taken.pop("time/step") == sum(taken.values())
 
 
-def test_a_block_inside_another_takes_its_time_from_that_one():
+def test_timers_nested_block_is_subtracted_from_outer_block():
     before = time.perf_counter()
     timers = Timers()
     with timers("train"):
@@ -359,7 +359,7 @@ def rollout_of_two(version=4, number=0):
     return ScoredRollout(number=number, result=reaped, advantages=found, penalty=None, local_groups=dict(enumerate(scored)))
 
 
-def test_the_stats_of_a_step_are_over_all_completions_of_all_its_rollouts():
+def test_step_stats_cover_all_completions_of_all_rollouts():
     from dataclasses import replace
 
     one = rollout_of_two()
@@ -398,7 +398,7 @@ def test_completions_are_a_table_with_a_row_each(tmp_path):
     assert rows[3]["rewards/short"] is None and json.loads(rows[3]["prompt"]) == [{"role": "user", "content": "zwei?"}]
 
 
-def test_rollouts_of_one_version_do_not_overwrite_each_other_and_a_resume_forgets_later_ones(tmp_path):
+def test_completions_of_rollouts_with_equal_version_are_separate_files(tmp_path):
     writer = Completions(tmp_path, reward_names=["right", "short"])
     names = ["step_000000.parquet", "step_000001.parquet", "step_000001_1.parquet", "step_000002.parquet"]
     assert [writer.write(rollout_of_two(version, rollout)).name for rollout, version in enumerate((0, 1, 1, 2))] == names
@@ -415,7 +415,7 @@ def test_a_rollout_of_one_group_is_a_table_too(tmp_path):
     assert [row["completion"] for row in pyarrow.parquet.read_table(path).to_pylist()] == ["xx", "xxxx"]
 
 
-def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
+def test_completions_are_written_once_per_node(tmp_path):
     """Two nodes of two ranks: text is handed to the first rank of the node alone."""
 
     def body(rank, world, folder):
@@ -439,7 +439,7 @@ def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
     assert sorted(table["prompt_number"]) == [0, 0, 1, 1, 2, 2, 3, 3] and len(table["completion"]) == 8
 
 
-def test_where_there_are_more_nodes_than_asked_they_take_turns(tmp_path):
+def test_completions_nodes_above_limit_alternate(tmp_path):
     from megatron_grpo.core.parallel.collectives import Node
 
     wrote = {}
@@ -451,7 +451,7 @@ def test_where_there_are_more_nodes_than_asked_they_take_turns(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_resumed_run_forgets_the_files_of_all_nodes_and_nobody_elses(tmp_path):
+def test_completions_after_resume_remove_node_files_and_keep_user_files(tmp_path):
     from megatron_grpo.core.parallel.collectives import Node
 
     for version in (1, 2, 3):
@@ -463,7 +463,7 @@ def test_a_resumed_run_forgets_the_files_of_all_nodes_and_nobody_elses(tmp_path)
     assert left == ["step_000001/node_00007.parquet", "step_000003/notes.txt"] and not (folder / "step_000002").exists()
 
 
-def test_records_are_cut_a_line_at_a_time_and_a_good_file_is_left_alone(tmp_path):
+def test_jsonl_file_is_truncated_by_streaming_and_unchanged_if_valid(tmp_path):
     from megatron_grpo.run.metrics import records
 
     file = records.JsonlFile(tmp_path / "schedule.jsonl")
@@ -488,7 +488,7 @@ def test_records_are_cut_a_line_at_a_time_and_a_good_file_is_left_alone(tmp_path
     [([1, 2, 3, 4, 5], True, 0), ([1, 2], True, 3), ([1, 3, 3, 4, 5, 9], True, 1), ([], True, 5), ([], False, 0), ([4, 5], True, 0)],
     ids=["whole", "cut", "a hole", "removed", "begun elsewhere", "begun elsewhere and resumed here"],
 )
-def test_a_file_that_lacks_steps_of_its_own_run_is_told(tmp_path, caplog, steps, has_checkpoint, lacking):
+def test_jsonl_file_with_missing_steps_is_reported(tmp_path, caplog, steps, has_checkpoint, lacking):
     from megatron_grpo.run.metrics import records
 
     if has_checkpoint:
@@ -501,7 +501,7 @@ def test_a_file_that_lacks_steps_of_its_own_run_is_told(tmp_path, caplog, steps,
     assert (said in caplog.text) == bool(lacking) == bool(caplog.text)
 
 
-def test_completions_are_written_as_often_as_asked(tmp_path):
+def test_completions_are_written_at_the_interval(tmp_path):
     for every, expected in ((0, []), (2, [0, 2])):
         writer = Completions(tmp_path / str(every), reward_names=["right", "short"], interval=every)
         assert [rollout for rollout in range(4) if writer.write(rollout_of_two(rollout, rollout))] == expected
@@ -526,7 +526,7 @@ def hours(monkeypatch):
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
-def test_a_phase_is_told_with_its_count_and_an_estimate_from_what_is_done(hours):
+def test_phase_description_shows_count_and_estimate(hours):
     with activity.phase("rollout"), activity.phase("sampling", total=1024, unit="completions"):
         assert describe_phase() == "sampling 0 of 1,024 completions"
         activity.advance(256)
@@ -542,7 +542,7 @@ def test_a_phase_is_told_with_its_count_and_an_estimate_from_what_is_done(hours)
     assert describe_phase() == "" and activity.current() == ()
 
 
-def test_a_phase_that_raises_is_left_and_what_it_counted_is_not_the_outer_ones():
+def test_phase_that_raises_is_left_without_changing_outer_count():
     with activity.phase("eval", total=5) as outer:
         with pytest.raises(ValueError), activity.phase("sampling", total=3):
             activity.advance(2)
@@ -553,12 +553,12 @@ def test_a_phase_that_raises_is_left_and_what_it_counted_is_not_the_outer_ones()
     assert activity.moves == before + 1, "whatever is done is a sign of life"
 
 
-def test_a_block_of_the_clock_is_a_phase():
+def test_timers_block_is_also_a_phase():
     with Timers()("weight_sync"):
         assert describe_phase() == "syncing weights"
 
 
-def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
+def test_pipe_output_reports_long_phases_periodically(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_SIGNS", 0.05)
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
     metrics = metrics_in(tmp_path, total_steps=9)
@@ -574,7 +574,7 @@ def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
     assert told_by(metrics) == told, "nothing is told after the end"
 
 
-def test_a_terminal_cuts_a_phase_that_is_too_long(tmp_path, monkeypatch):
+def test_terminal_truncates_long_phase_text(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
     console = Console(file=Terminal(), width=80, force_terminal=True, _environ={})
     metrics = metrics_in(tmp_path, total_steps=4, console=console)
@@ -621,7 +621,7 @@ def test_the_time_left_follows_the_last_20_steps_and_is_not_shown_after_the_last
     assert shown._seconds_left(100) is None
 
 
-def test_a_run_says_every_second_what_it_does_and_nothing_after_its_end(tmp_path, monkeypatch):
+def test_status_file_is_updated_while_running_and_removed_at_end(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
     metrics = metrics_in(tmp_path, total_steps=4)
     run(metrics, 1, 2)
@@ -634,14 +634,14 @@ def test_a_run_says_every_second_what_it_does_and_nothing_after_its_end(tmp_path
     assert not (tmp_path / display.NOW).exists()
 
 
-def test_forced_colours_do_not_redraw_the_line_into_a_file(tmp_path):
+def test_forced_colors_do_not_redraw_line_in_a_file(tmp_path):
     metrics = metrics_in(tmp_path, total_steps=4, console=Console(file=io.StringIO(), width=100, _environ={"FORCE_COLOR": "1"}))
     run(metrics, 1, 2)
     metrics.close()
     assert "\x1b[2K" not in told_by(metrics) and "step 1/4" in told_by(metrics)
 
 
-def test_a_reward_that_forks_while_the_line_is_drawn_finds_no_lock_that_nobody_frees(tmp_path):
+def test_fork_in_reward_during_drawing_does_not_deadlock(tmp_path):
     metrics = metrics_in(tmp_path, console=Console(file=Terminal(), width=100, force_terminal=True, _environ={}))
     metrics.open()
     for _ in range(20):
@@ -652,7 +652,7 @@ def test_a_reward_that_forks_while_the_line_is_drawn_finds_no_lock_that_nobody_f
     metrics.close()
 
 
-def test_where_the_time_went_is_the_last_page():
+def test_final_summary_shows_time_per_phase():
     spent = TimeSummary()
     spent.before(30.0, step=40)
     for skipped in (False, True):
@@ -670,7 +670,7 @@ def test_where_the_time_went_is_the_last_page():
     assert "; resumed after step 40; 5.0 s of sampling at the same time as other work, not in the table" in spent.describe()
 
 
-def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
+def test_final_summary_is_printed_for_successful_run_only(tmp_path):
     for summary in (True, False):
         metrics = metrics_in(tmp_path)
         run(metrics, 1, 1)
@@ -681,7 +681,7 @@ def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
 @pytest.mark.parametrize(
     "reads", [lambda file: file.all(), lambda file: file.cut(9) and file.all()], ids=["a reader", "a run that goes on"]
 )
-def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_being_written_is_not(tmp_path, caplog, reads):
+def test_jsonl_file_reports_unreadable_line_but_not_partial_last_line(tmp_path, caplog, reads):
     from megatron_grpo.run.metrics.records import JsonlFile
 
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\x00\x00p": 2}\n{"step": 3}\n{"step"')
@@ -707,7 +707,7 @@ def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
     assert [name for name, _, _ in _curves(PLOTS[0], history)] == ["reward", "eval"], "of one reward it is the same curve"
 
 
-def test_warnings_resumes_and_skipped_steps_are_events_that_a_resume_keeps(tmp_path):
+def test_events_record_warnings_resumes_and_skipped_steps_across_resume(tmp_path):
     activity.report_step(0)
     first = metrics_in(tmp_path)
     first.open()
@@ -734,7 +734,7 @@ def test_warnings_resumes_and_skipped_steps_are_events_that_a_resume_keeps(tmp_p
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["time"]) for record in records(tmp_path, "events.jsonl"))
 
 
-def test_events_that_cannot_be_written_are_one_warning(tmp_path, caplog):
+def test_events_file_that_cannot_be_written_gives_one_warning(tmp_path, caplog):
     (tmp_path / "events.jsonl").mkdir()
     metrics = metrics_in(tmp_path)
     metrics.open()

@@ -65,7 +65,7 @@ def told(logger):
     return logger._display.console.file.getvalue()
 
 
-def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_record_before_it(tmp_path, seconds):
+def test_logger_step_time_starts_at_run_start_or_previous_record(tmp_path, seconds):
     logger = journal_in(tmp_path)
     seconds.pass_(50)  # models load
     logger.start(Progress(step=3, num_tokens=180))
@@ -85,7 +85,7 @@ def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_re
     assert times(second) == {"time/checkpoint": 7, "time/other": 1, "time/train": 4, "time/step": 12} and second["tokens_per_second"] == 5
 
 
-def test_a_step_has_the_rewards_of_all_its_rollouts_and_of_no_other_steps(tmp_path):
+def test_logger_step_contains_rewards_of_its_own_rollouts_only(tmp_path):
     logger = journal_in(tmp_path)
     logger.start(Progress())
     for number, more in enumerate((0, 10)):
@@ -99,7 +99,7 @@ def test_a_step_has_the_rewards_of_all_its_rollouts_and_of_no_other_steps(tmp_pa
     assert not any("dynamic_sample" in name for name in first)
 
 
-def test_a_run_that_rests_between_a_rollout_and_its_step_tells_of_it_when_it_goes_on(tmp_path):
+def test_logger_reports_rollout_of_interrupted_step_after_resume(tmp_path):
     whole, rests = tmp_path / "whole", tmp_path / "rests"
     for folder in (whole, rests):
         folder.mkdir()
@@ -134,7 +134,7 @@ def test_what_waits_in_the_checkpoint_is_not_told_for_a_step_with_rollouts_of_it
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_the_table_of_a_rollout_that_is_in_the_checkpoint_stays(tmp_path, num_nodes):
+def test_logger_keeps_completions_table_of_rollout_in_checkpoint(tmp_path, num_nodes):
     """Sampled by the weights of the step that is still to be taken."""
     node = Node(number=0, count=num_nodes)
     tables = Completions(tmp_path, reward_names=["right", "short"], node=node)
@@ -148,7 +148,7 @@ def test_the_table_of_a_rollout_that_is_in_the_checkpoint_stays(tmp_path, num_no
     assert not path.exists()
 
 
-def test_selection_is_told_where_rollouts_choose(tmp_path):
+def test_logger_reports_dynamic_sampling_metrics_if_enabled(tmp_path):
     logger = journal_in(tmp_path, selection_weights=[1.0, 1.0])
     logger.start(Progress())
     logger.rollout(rollout_of_two())
@@ -160,7 +160,7 @@ def test_selection_is_told_where_rollouts_choose(tmp_path):
     assert "dynamic_sample/rounds" not in second
 
 
-def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
+def test_logger_schedule_file_has_trained_rows_of_every_rank(tmp_path):
     logger = journal_in(tmp_path)
     logger.start(Progress())
     for number in (1, 2):
@@ -176,14 +176,14 @@ def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
     assert lines(tmp_path, "schedule.jsonl")[1]["tokens_by_version"] == [[[1, 5]], [[0, 3], [1, 4]]]
 
 
-def test_other_ranks_write_no_schedule(tmp_path):
+def test_logger_of_other_ranks_writes_no_schedule(tmp_path):
     logger = journal_in(tmp_path, rank=1)
     logger.start(Progress())
     step(logger, 1, skipped="no token is trained")
     assert list(tmp_path.iterdir()) == [] and told(logger) == ""
 
 
-def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
+def test_logger_warns_of_skipped_steps_and_drift(tmp_path):
     watch = LogpDifferenceMonitor(bound=0.5, dtype="float32")
     logger = journal_in(tmp_path, watches=[lambda progress, metrics: watch.warning(metrics)])
     logger.start(Progress())
@@ -198,7 +198,7 @@ def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     assert "differ by 1.75 nats on a token (sampling/version_error/max; bound 1.5)" in told(logger)
 
 
-def test_a_refusal_is_a_record_and_lines_below_the_steps_own_and_is_forgotten_by_a_resumed_run(tmp_path):
+def test_logger_skipped_step_is_recorded_and_dropped_after_resume(tmp_path):
     logger = journal_in(tmp_path)
     logger.start(Progress())
     for number in (1, 2):
@@ -211,7 +211,7 @@ def test_a_refusal_is_a_record_and_lines_below_the_steps_own_and_is_forgotten_by
 
 
 @pytest.mark.parametrize(("how", "compares"), [({}, True), ({"summary": True}, True), ({"summary": False}, False)])
-def test_the_end_compares_what_ended_well(tmp_path, how, compares):
+def test_logger_final_table_is_printed_for_successful_run_only(tmp_path, how, compares):
     logger = journal_in(tmp_path)
     logger.start(Progress())
     for number in (1, 2):
@@ -220,7 +220,7 @@ def test_the_end_compares_what_ended_well(tmp_path, how, compares):
     assert ("reward while training" in told(logger)) == compares
 
 
-def test_drift_is_said_again_when_it_has_doubled():
+def test_drift_warning_repeats_when_difference_doubles():
     watch = LogpDifferenceMonitor(bound=None, dtype="float32")
     said = [
         watch.warning({"sampling/sampling_logp_difference/max": value}) is not None
@@ -243,6 +243,6 @@ def test_drift_is_said_again_when_it_has_doubled():
         ({"async_rollout_depth": 1}, False),
     ],
 )
-def test_the_noise_of_dropout_is_no_mismatch_unless_a_bound_is_asked_for(settings, warns):
+def test_drift_warning_with_dropout_requires_explicit_bound(settings, warns):
     watch = version_check(Config().with_values({"torch_dtype": "float32"} | settings))
     assert (watch({"sampling/sampling_logp_difference/max": 0.6}) is not None) == warns

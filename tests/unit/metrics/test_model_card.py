@@ -37,7 +37,7 @@ def written(run, tmp_path, kind="model", step=None, **values):
     return yaml.safe_load(text.split("---")[1]), text
 
 
-def test_it_says_what_the_model_is_and_how_it_was_trained(run, tmp_path):
+def test_model_card_describes_model_and_training(run, tmp_path):
     front, text = written(run, tmp_path, lr=3e-6, num_generations=4)
     assert front == {
         "library_name": "transformers", "pipeline_tag": "text-generation", "base_model": "Qwen/Qwen3-0.6B",
@@ -50,7 +50,7 @@ def test_it_says_what_the_model_is_and_how_it_was_trained(run, tmp_path):
     assert "micro_batch_size" not in text, "what is the default"
 
 
-def test_its_curves_are_those_of_the_run_up_to_the_step(run, tmp_path):
+def test_model_card_curves_end_at_the_exported_step(run, tmp_path):
     pytest.importorskip("matplotlib")
     from PIL import Image
 
@@ -59,18 +59,18 @@ def test_its_curves_are_those_of_the_run_up_to_the_step(run, tmp_path):
     assert Image.open(run / "hf" / "training.png").width > 1000  # reward and length side by side; nobody measured a KL
 
 
-def test_without_a_run_there_is_a_card_without_curves(tmp_path):
+def test_model_card_without_run_has_no_curves(tmp_path):
     write_card(tmp_path, ModelCard(cfg=trained(), source=tmp_path))
     assert "![" not in (tmp_path / "README.md").read_text() and not (tmp_path / "training.png").exists()
 
 
-def test_an_adapter_names_its_library_and_its_base(run, tmp_path):
+def test_model_card_of_adapter_names_peft_and_base_model(run, tmp_path):
     front, text = written(run, tmp_path, kind="adapter", tuner_type="lora")
     assert (front["library_name"], front["tags"]) == ("peft", ["grpo", "megatron-grpo", "lora"])
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), "hf")' in text
 
 
-def test_the_licence_is_that_of_the_bases_own_card(run, tmp_path):
+def test_model_card_license_is_that_of_the_base_model(run, tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Qwen\n")
     assert written(run, tmp_path)[0]["license"] == "apache-2.0"
     for text in ("# no front matter", "---\nlicense: [a, b]\n---\n", "---\n- a\n---\n", "---\n: : :\n---", "---", ""):
@@ -78,7 +78,7 @@ def test_the_licence_is_that_of_the_bases_own_card(run, tmp_path):
         assert read_license(tmp_path) is None
 
 
-def test_nothing_of_this_machine_and_no_secret_is_in_it(run, tmp_path):
+def test_model_card_contains_no_local_path_and_no_secret(run, tmp_path):
     """Every setting that can hold a text holds one that must not be told."""
     place = str(run / "there")
     texts = {setting.name: place for setting in table().values() if setting.kind == "str" and not setting.choices}
@@ -96,16 +96,16 @@ def test_nothing_of_this_machine_and_no_secret_is_in_it(run, tmp_path):
     [("/home/me/data.jsonl", "data.jsonl"), ("./a/b.parquet", "b.parquet"), ("owner/name", "owner/name"), ("a/b/c.py:f", "c.py:f"),
      ("https://a/b", "https://a/b"), (["~/x/y"], ["y"]), ({"a": "/b/c"}, {"a": "c"}), ("accuracy", "accuracy"), (3, 3), (None, None)],
 )  # fmt: skip
-def test_of_a_path_its_last_part_is_told(value, told):
+def test_model_card_shows_last_part_of_local_paths(value, told):
     assert without_local_paths(value) == told
 
 
-def test_a_base_from_the_hubs_cache_has_its_name_there():
+def test_model_card_base_from_hub_cache_has_hub_name():
     cached = Path("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/abc")
     assert base_name(str(cached), cached) == "Qwen/Qwen3-0.6B"
     assert base_name("/models/mine/", Path("/models/mine")) == "mine"
 
 
-def test_a_card_that_cannot_be_written_is_a_warning(run, tmp_path, caplog):
+def test_model_card_that_cannot_be_written_gives_a_warning(run, tmp_path, caplog):
     describe(run / "nowhere", ModelCard(cfg=trained(), source=tmp_path))
     assert "the model card in" in caplog.text and "the run continues without it" in caplog.text

@@ -16,7 +16,7 @@ from megatron_grpo.run.metrics.rollout import ENDS
 PACKAGE = Path(megatron_grpo.__file__).parent
 
 
-def test_every_row_is_logged_by_some_code():
+def test_registry_rows_are_logged_by_some_code():
     source = "\n".join(
         path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path.name not in ("registry.py", "evaluation.py")
     )
@@ -28,7 +28,7 @@ def test_every_row_is_logged_by_some_code():
             assert f'"{literal}' in source or f"{{name}}/{metric.name.rpartition('/')[2]}" in source, metric.name
 
 
-def test_names_are_unique_and_rows_are_sentences():
+def test_registry_names_are_unique_with_sentence_descriptions():
     names = [metric.name for metric in registry.metrics()]
     assert len(names) == len(set(names))
     for metric in [metric for rows in registry.groups().values() for metric in rows]:
@@ -36,7 +36,7 @@ def test_names_are_unique_and_rows_are_sentences():
         assert not metric.page or (PACKAGE.parent / "docs" / metric.page).is_file(), metric.page
 
 
-def test_a_pattern_matches_the_names_of_its_family_alone():
+def test_registry_pattern_matches_names_of_its_family_only():
     assert registry.find("rewards/accuracy/mean").name == "rewards/{name}/mean"
     assert registry.find("environment/tool_calls").name == "environment/{name}"
     assert all(registry.find(f"episodes/ended/{how}") for how in ENDS)
@@ -50,7 +50,7 @@ def test_plots_and_metric_for_best_model_use_registered_names():
     assert [name for name in (*plotted, *_training(asked)) if registry.find(name) is None] == []
 
 
-def test_a_run_remembers_every_metric_that_a_plot_shows():
+def test_registry_plot_metrics_are_kept_in_history():
     history = {}
     remember(history, {"step": 1} | {name: 0.5 for plot in PLOTS for name in plot.curves})
     assert set(history) == {name for plot in PLOTS for name in plot.curves}

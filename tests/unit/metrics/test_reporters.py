@@ -52,7 +52,7 @@ class Heard:
         self.told.append("closed")
 
 
-def test_a_service_hears_the_settings_every_step_its_completions_and_the_end(tmp_path, monkeypatch):
+def test_reporter_receives_settings_steps_completions_and_close(tmp_path, monkeypatch):
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Heard)
     monkeypatch.setattr(reporters, "MOST_ROWS", 1)
     two_steps(tmp_path / "a run", "tensorboard", run_name="mine", project="ours")
@@ -64,7 +64,7 @@ def test_a_service_hears_the_settings_every_step_its_completions_and_the_end(tmp
     assert told == [(1, names), (1, first_row), (2, names), (2, first_row), (2, of_eval), "closed"]
 
 
-def test_every_so_many_steps_a_service_hears_the_means_of_those_and_at_the_end_of_what_is_left(tmp_path, monkeypatch):
+def test_reporter_with_logging_steps_receives_means_and_final_rest(tmp_path, monkeypatch):
     told = []
 
     class Values(Heard):
@@ -85,7 +85,7 @@ def test_every_so_many_steps_a_service_hears_the_means_of_those_and_at_the_end_o
     assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 4, 9, 16]
 
 
-def test_names_come_from_the_settings_then_from_the_services_variable_then_from_output_dir(tmp_path, monkeypatch):
+def test_reporter_run_name_from_settings_then_variable_then_output_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     assert ReporterInit(output_dir=tmp_path, config={"project": "ours"}).project_or("WANDB_PROJECT") == "ours"
     assert ReporterInit(output_dir=tmp_path).project_or("WANDB_PROJECT") == "theirs"
@@ -93,7 +93,7 @@ def test_names_come_from_the_settings_then_from_the_services_variable_then_from_
     assert ReporterInit(output_dir=tmp_path).name_or() == tmp_path.name
 
 
-def test_all_are_those_that_are_installed_and_each_is_told_once(monkeypatch):
+def test_report_to_all_selects_installed_reporters_once(monkeypatch):
     monkeypatch.setattr(reporters, "is_installed", lambda name: name in ("wandb", "mlflow"))
     assert services(["all"]) == ["wandb", "mlflow"] and services(["mlflow", "all", "mlflow"]) == ["mlflow", "wandb"]
     assert services(["none"]) == [] and report_to_problems(["all"]) == []
@@ -123,7 +123,7 @@ class Hangs:
 
 
 @pytest.mark.parametrize("at", ["beginning", "step", "end"])
-def test_a_service_that_never_answers_holds_up_no_step_and_the_end_for_a_while_only(tmp_path, monkeypatch, caplog, at):
+def test_reporter_that_hangs_does_not_block_steps_and_delays_end_briefly(tmp_path, monkeypatch, caplog, at):
     until = threading.Event()
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: Hangs(at, until))
     monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 0.3)
@@ -137,7 +137,7 @@ def test_a_service_that_never_answers_holds_up_no_step_and_the_end_for_a_while_o
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_service_that_falls_too_far_behind_is_given_up(tmp_path, monkeypatch, caplog):
+def test_reporter_with_too_many_queued_messages_is_disabled(tmp_path, monkeypatch, caplog):
     until = threading.Event()
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: Hangs("beginning", until))
     monkeypatch.setattr(reporters, "MOST_WAITING", 3)
@@ -174,7 +174,7 @@ INTERFACES = {  # parameters of `init` as the services document them; the tests 
 
 
 @pytest.mark.parametrize("name", INTERFACES)
-def test_services_like_wandb_are_told_project_name_settings_steps_and_tables(tmp_path, monkeypatch, caplog, name):
+def test_wandb_like_reporters_receive_project_name_settings_steps_and_tables(tmp_path, monkeypatch, caplog, name):
     module = Module(INTERFACES[name])
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(reporters, "is_installed", lambda name: True)
@@ -237,7 +237,7 @@ def test_wandb_offline(alone, monkeypatch, caplog):
 
 
 @needs("wandb")
-def test_wandb_without_a_network_holds_up_neither_a_run_nor_the_end_of_its_process(alone):
+def test_wandb_without_network_does_not_block_run_or_process_exit(alone):
     program = f"""
 from pathlib import Path
 from megatron_grpo.run.metrics import reporters
@@ -271,7 +271,7 @@ def test_mlflow_in_files(alone, monkeypatch, caplog):
 
 
 @needs("mlflow")
-def test_mlflow_without_a_server_ends_no_run(alone, monkeypatch, caplog):
+def test_mlflow_without_server_does_not_end_the_run(alone, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 3.0)
     two_steps(alone / "run", "mlflow")
