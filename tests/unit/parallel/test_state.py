@@ -14,7 +14,7 @@ NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @pytest.mark.parametrize("tp, typed, found", [(1, None, None), (2, None, "1"), (2, "8", "8")])
-def test_tensor_parallel_ranks_have_one_queue_for_their_gpu_unless_the_user_says_otherwise(monkeypatch, tp, typed, found):
+def test_cuda_device_max_connections_is_1_for_tensor_parallel_unless_set(monkeypatch, tp, typed, found):
     """Megatron-Core relies on it to overlap a layer's communication with its product, and warns without it."""
 
     class FirstUseError(Exception):

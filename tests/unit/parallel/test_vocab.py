@@ -73,7 +73,7 @@ def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_values_and_gradients_equal_log_softmax_at_every_tensor_parallel_size(world_size):
+def test_vocab_logprobs_equal_log_softmax_at_every_tensor_parallel_size(world_size):
     tensors = make()
 
     def every_variant(rank, world_size):
@@ -137,7 +137,7 @@ def test_gradients_made_in_the_forward_are_as_good_in_coarser_numbers(dtype, bou
         assert (value.double() - wanted).norm() <= bound * wanted.norm()
 
 
-def test_a_shard_of_padding_alone_takes_no_part():
+def test_vocab_logprobs_ignore_shard_of_padding():
     """37 words on 6 shards of 8 rows: the last shard holds rows 40 to 47, none of them a word."""
     tensors = make()
     by_rank = run_ranks(lambda rank, size: on_a_shard(rank, size, tensors, True, 5), 6)
@@ -160,7 +160,7 @@ def test_gradcheck_of_both_outputs():
     assert torch.autograd.gradcheck(both, (hidden, weight))
 
 
-def test_float32_stays_within_float32_of_float64():
+def test_vocab_logprobs_in_float32_are_within_rounding_of_float64():
     tensors = make(torch.float32)
     found = on_a_shard(0, 1, tensors, True, 5)
     assert found[0].dtype == found[1].dtype == torch.float32
@@ -190,7 +190,7 @@ def test_a_frozen_output_layer_gets_no_gradient():
     torch.testing.assert_close(hidden.grad, before, rtol=0, atol=1e-12)
 
 
-def test_no_positions_is_fine_and_still_reaches_the_weights():
+def test_vocab_logprobs_of_no_positions_still_give_weight_gradient():
     hidden, weight, targets, _ = make()
     weight.requires_grad_()
     scores = linear_logprobs(hidden[:0], weight, targets[:0], temperature=1.0, with_entropy=True)
@@ -199,7 +199,7 @@ def test_no_positions_is_fine_and_still_reaches_the_weights():
     assert weight.grad.shape == weight.shape and weight.grad.abs().sum() == 0
 
 
-def test_logits_far_from_zero_do_not_overflow():
+def test_vocab_logprobs_of_large_logits_are_finite():
     hidden, weight, targets, _ = make(torch.float32)
     scores = linear_logprobs(hidden * 1e3, weight, targets, temperature=TEMPERATURE, num_valid_rows=VOCAB, with_entropy=True)
     right = expected(hidden * 1e3, weight, targets, torch.ones(2, POSITIONS), False)[0]
@@ -260,7 +260,7 @@ class TestMemory:
 
         return ours, whole
 
-    def test_no_tensor_is_larger_than_a_chunks_logits(self):
+    def test_vocab_logprobs_make_no_tensor_above_one_chunk(self):
         ours, whole = self.arrange()
         with LargestTensor() as largest:
             ours()
@@ -269,7 +269,7 @@ class TestMemory:
             whole()
         assert largest.num_bytes == self.FULL
 
-    def test_peak_is_a_few_chunks_not_tokens_times_vocabulary(self):
+    def test_vocab_logprobs_peak_memory_is_a_few_chunks(self):
         ours, whole = self.arrange()
         ours()  # threads, kernels and the allocator's first pages are not what is measured
         bound = 4 * self.OF_A_CHUNK + 3 * self.WEIGHT
@@ -310,7 +310,7 @@ class TestKeptWords:
         return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
     @pytest.mark.parametrize("world_size", [1, 2, 6])
-    def test_values_and_gradients_equal_a_softmax_over_them(self, world_size):
+    def test_masked_vocab_logprobs_equal_softmax_over_mask(self, world_size):
         """Some shards have none of a position's words, and the last of six has no word at all."""
         tensors, kept = make(), self.kept()
 
