@@ -85,7 +85,7 @@ TRL = [  # rows, G, per device, A, W in micro-steps, mu, epochs, max_steps
 
 
 @pytest.mark.parametrize("case", TRL, ids=str)
-def test_every_micro_step_is_of_the_optimizer_step_that_it_is_of_in_trl(tmp_path, case):
+def test_epoch_micro_steps_belong_to_same_optimizer_steps_as_in_trl(tmp_path, case):
     rows, group, size, a, window, passes, epochs, most = case
     words = {"num_generations": group, "per_device_train_batch_size": size, "gradient_accumulation_steps": a, "num_iterations": passes,
              "steps_per_generation": window, "num_train_epochs": epochs, "max_steps": most, "learning_rate": 1e-3}  # fmt: skip
@@ -97,7 +97,7 @@ def test_every_micro_step_is_of_the_optimizer_step_that_it_is_of_in_trl(tmp_path
     assert rates == pytest.approx([1e-3 * (1 - step / course.decay) for step in range(num_steps)])
 
 
-def test_what_trl_drops_is_said_and_shown():
+def test_epoch_rest_dropped_by_trl_is_reported_in_plan():
     words = "--dialect trl --per_device_train_batch_size 4 --gradient_accumulation_steps 3 --steps_per_generation 2 --num_generations 4 "
     made, told = planned(f"{words} --num_train_epochs 3 --plan_rollouts 4", 9), io.StringIO()
     found = object_of(made)
@@ -121,7 +121,7 @@ def test_what_trl_drops_is_said_and_shown():
     assert "always the last ones" in " ".join(unshuffled.getvalue().split())
 
 
-def test_with_streaming_a_rollout_goes_on_into_the_next_epoch_and_that_is_said():
+def test_epoch_with_streaming_continues_rollout_into_next_with_note():
     words = "--dialect trl --num_generations 8 --dataset_streaming true --max_prompt_length 9 --max_steps 5"
     made = planned(words, None)
     assert not made.checked.config.data.dataset_drop_last
@@ -201,7 +201,7 @@ def split_words(dialect: str, *sizes: int) -> str:
 
 @pytest.mark.parametrize("case", SIZES, ids=str)
 @pytest.mark.parametrize(("dialect", "theirs"), [("verl", verl), ("skyrl", verl), ("slime", slime), ("swift", swift)])
-def test_a_run_of_epochs_has_the_steps_that_it_has_there(dialect, theirs, case):
+def test_epoch_number_of_steps_equals_that_of_the_framework(dialect, theirs, case):
     rows, *sizes = case
     made = planned(split_words(dialect, *sizes), rows)
     assert made.schedule.num_steps == theirs(*case)
@@ -210,7 +210,7 @@ def test_a_run_of_epochs_has_the_steps_that_it_has_there(dialect, theirs, case):
     assert again.schedule == made.schedule
 
 
-def test_megatron_swift_leaves_out_what_does_not_fill_its_samplers_micro_batches_and_that_is_said():
+def test_epoch_rest_dropped_by_megatron_swift_is_noted():
     words = split_words("swift", 8, 4, 2, 3) + " --micro_batch_size 2 --world_size 2"
     made = planned(words, 45)
     assert made.schedule.num_steps == swift(45, 8, 4, 2, 3, unit=4) == 33
@@ -221,7 +221,7 @@ def test_megatron_swift_leaves_out_what_does_not_fill_its_samplers_micro_batches
 
 
 @pytest.mark.parametrize(("dialect", "most"), [("verl", "trainer.total_training_steps"), ("skyrl", "trainer.max_training_steps")])
-def test_epochs_end_a_run_that_was_to_have_more_rollouts_than_they_have(dialect, most):
+def test_epochs_limit_the_number_of_rollouts(dialect, most):
     """Two epochs of two rollouts, and nine asked for, and three."""
     words = split_words(dialect, 16, 8, 2, 2)
     for asked in (9, 3):
@@ -232,7 +232,7 @@ def test_epochs_end_a_run_that_was_to_have_more_rollouts_than_they_have(dialect,
 
 
 @pytest.mark.parametrize("dialect", ["trl", *WORDS])
-def test_a_data_set_that_fills_no_rollout_is_refused_where_it_trains_nothing_or_fails_there(dialect):
+def test_dataset_smaller_than_a_rollout_with_drop_last_is_rejected(dialect):
     words = (
         split_words(dialect, 64, 64, 2, 1) if dialect in WORDS else "--dialect trl --per_device_train_batch_size 128 --num_generations 2"
     )
@@ -241,7 +241,7 @@ def test_a_data_set_that_fills_no_rollout_is_refused_where_it_trains_nothing_or_
     assert planned("--global_batch_size 128 --num_generations 2", 60).schedule.num_steps == 1, "here it goes on into the next epoch"
 
 
-def test_what_dynamic_sampling_draws_besides_is_said_to_shorten_epochs_there():
+def test_epoch_with_dynamic_sampling_of_verl_gives_a_note():
     words = split_words("verl", 16, 8, 2, 2)
     assert any(
         "prompts that dynamic_sample samples in addition shorten an epoch there" in one
@@ -250,7 +250,7 @@ def test_what_dynamic_sampling_draws_besides_is_said_to_shorten_epochs_there():
     assert not any("samples in addition" in one for one in planned(words, 45).warnings)
 
 
-def test_the_last_step_of_an_epoch_is_refused_where_interleaved_stages_cannot_take_it():
+def test_epoch_last_step_incompatible_with_interleaved_pipeline_is_rejected():
     words = "--world_size 2 --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 --num_generations 2 "
     words += "--micro_batch_size 2 --global_batch_size 8 --generation_batch_size 6 --allow_unaligned_generation true "
     said = refusal(f"{words} --dataset_drop_last true", 9)
@@ -261,12 +261,12 @@ def test_the_last_step_of_an_epoch_is_refused_where_interleaved_stages_cannot_ta
     planned(words, 12)
 
 
-def test_a_plan_without_a_data_set_says_that_it_does_not_know_where_epochs_end():
+def test_plan_without_dataset_notes_that_epoch_length_is_unknown():
     words = "--global_batch_size 8 --num_generations 2 --max_steps 4 --dataset_drop_last true"
     assert ["the length of an epoch is unknown" in " ".join(planned(words, rows).warnings) for rows in (None, 16)] == [True, False]
 
 
-def test_where_epochs_go_on_it_is_shown_in_which_steps_they_end():
+def test_plan_shows_steps_in_which_epochs_end():
     """14 prompts, 4 a step."""
     made, told = planned("--global_batch_size 8 --num_generations 2 --num_train_epochs 3", 14), io.StringIO()
     assert object_of(made)["epochs"] == {

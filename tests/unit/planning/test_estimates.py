@@ -43,7 +43,7 @@ def made(tmp_path):
     return make
 
 
-def test_weights_gradients_and_optimizer_by_hand(made):
+def test_memory_of_weights_gradients_and_optimizer_by_hand(made):
     [stage] = made("--padded_vocab_multiple", 16).memory["stages"]
     parameters = 4 * (MATRICES + 16) + 8 + 2 * 16 * 8
     assert stage["num_parameters"] == parameters
@@ -52,20 +52,20 @@ def test_weights_gradients_and_optimizer_by_hand(made):
     assert (stage["weights_bytes"], stage["optimizer_bytes"]) == (4 * parameters, 8 * parameters)
 
 
-def test_a_reference_model_counts_only_where_beta_asks_for_one(made):
+def test_reference_model_memory_counts_only_with_beta(made):
     assert made().memory["stages"][0]["reference_bytes"] == 0
     stage = made("--beta", 0.1).memory["stages"][0]
     assert stage["reference_bytes"] == stage["weights_bytes"]
 
 
-def test_the_optimizer_is_shared_by_data_parallel_ranks(made):
+def test_memory_of_distributed_optimizer_is_divided_by_dp_ranks(made):
     one, four = (made("--world_size", n, "--num_generations", 4).memory["stages"][0] for n in (1, 4))
     assert one["optimizer_bytes"] / 4.2 < four["optimizer_bytes"] < one["optimizer_bytes"] / 3.5
     whole = made("--world_size", 4, "--num_generations", 4, "--use_distributed_optimizer", "false").memory["stages"][0]
     assert whole["optimizer_bytes"] == one["optimizer_bytes"]
 
 
-def test_uneven_and_interleaved_stages_hold_the_layers_that_megatron_gives_them(made):
+def test_pipeline_stage_layers_equal_megatron(made):
     uneven = made("--world_size", 2, "--pipeline_model_parallel_size", 2, "--decoder_first_pipeline_num_layers", 1).checked
     assert [layers_of_stage(4, uneven.config, stage) for stage in (0, 1)] == [[0], [1, 2, 3]]
     chunked = made("--world_size", 2, "--pipeline_model_parallel_size", 2, "--virtual_pipeline_model_parallel_size", 2).checked
@@ -79,7 +79,7 @@ def work(found, tokens, *, head_positions):
     )
 
 
-def test_flops_by_hand(made):
+def test_flops_estimate_by_hand(made):
     # 3 prompt and 2 completion tokens: 4 layers of matrices and of attention (2 heads of 4 channels), the output layer at 2 positions.
     linears, attention = 2 * 4 * MATRICES * 5 + 2 * 2 * 8 * 10, 4 * 25 * (8 + 8)
     full = work(made(), 5, head_positions=2)
@@ -93,7 +93,7 @@ def test_flops_by_hand(made):
     assert frozen.backward == linears + 2 * attention + 2 * 2 * MATRICES * 5
 
 
-def test_adapters_by_hand(made):
+def test_adapter_estimate_by_hand(made):
     """Rank 3, but 5 on values: all matrices have 5 in memory, and a push and PEFT have what each has."""
     argv = ["--tuner_type", "lora", "--lora_rank", 3, "--rank_pattern", "v_proj=5", "--target_modules", "q_proj", "v_proj", "down_proj"]
     found = made(*argv)
@@ -109,7 +109,7 @@ def test_adapters_by_hand(made):
     assert stage["weights_bytes"] == made().memory["stages"][0]["weights_bytes"]
 
 
-def test_merged_pushes_and_engines_that_forget_send_all_weights(made):
+def test_weight_sync_of_merged_adapter_or_sleep_level_2_sends_all_weights(made):
     lora = ["--tuner_type", "lora", "--lora_rank", 1]
     whole = made().cost["weight_push_bytes"]
     alone = made(*lora).cost
@@ -125,14 +125,14 @@ def test_merged_pushes_and_engines_that_forget_send_all_weights(made):
     )
 
 
-def test_adapters_need_no_second_model_for_the_kl(made):
+def test_memory_with_adapters_needs_no_reference_model(made):
     beta = ["--beta", 0.1]
     assert made("--tuner_type", "lora", *beta).memory["stages"][0]["reference_bytes"] == 0
     plain, phases = made(*beta).cost["flops_per_rollout"], made("--tuner_type", "lora", "--lora_rank", 1, *beta).cost["flops_per_rollout"]
     assert phases["reference_logprobs"] == plain["reference_logprobs"] and phases["training"] < plain["training"]
 
 
-def test_frozen_weights_have_no_gradient_and_no_optimizer_state(made):
+def test_memory_of_frozen_weights_has_no_gradient_and_optimizer_state(made):
     stage, cost = (made("--freeze_parameters", "model.layers.").memory["stages"][0], made("--freeze_parameters", "model.layers.").cost)
     trained = 8 + 2 * 128 * 8  # the last norm, embedding and head (padded)
     assert (stage["num_trainable_parameters"], stage["gradients_bytes"]) == (trained, 4 * trained)
@@ -141,7 +141,7 @@ def test_frozen_weights_have_no_gradient_and_no_optimizer_state(made):
     assert made().cost["checkpoint_bytes"] == 14 * made().memory["stages"][0]["num_parameters"]
 
 
-def test_what_is_worth_knowing_of_adapters_is_said(made):
+def test_plan_warns_about_adapter_settings(made):
     def said(*argv):
         return " ".join(made("--tuner_type", "lora", *argv).warnings)
 
@@ -152,13 +152,13 @@ def test_what_is_worth_knowing_of_adapters_is_said(made):
     assert "lora_dropout 0.1" in said("--lora_dropout", 0.1)
 
 
-def test_the_native_command_line_says_ranks_by_name(made):
+def test_native_flags_include_rank_pattern(made):
     argv = ["--tuner_type", "lora", "--rank_pattern", "q_proj=16", r"layers\.(0|1)\..*up_proj=2"]
     again = made(*shlex.split(made(*argv).rest()["native_flags"])).checked.config.tuner
     assert again.rank_pattern == {"q_proj": 16, r"layers\.(0|1)\..*up_proj": 2}
 
 
-def test_phases_follow_the_settings(made):
+def test_memory_phases_follow_the_settings(made):
     def phases(*argv):
         return made(*argv).cost["flops_per_rollout"]
 
@@ -171,7 +171,7 @@ def test_phases_follow_the_settings(made):
     assert full["training"] * 3 == plain["training"] * 4
 
 
-def test_recompute_and_stages_change_activations_as_they_should(made):
+def test_activation_memory_depends_on_recompute_and_stages(made):
     def activations(*argv):
         return [
             stage["activations_bytes"] for stage in made("--world_size", 2, "--pipeline_model_parallel_size", 2, *argv).memory["stages"]
@@ -183,13 +183,13 @@ def test_recompute_and_stages_change_activations_as_they_should(made):
     assert all(a < b for a, b in zip(recomputed, (first, last)))
 
 
-def test_a_peak_beyond_the_gpu_is_said(made):
+def test_plan_warns_of_peak_memory_above_gpu_memory(made):
     found = made("--gpu_memory_gb", 0.00001)
     assert found.memory["fits"] is False and any("does not fit" in warning for warning in found.warnings)
     assert made("--gpu_memory_gb", 80).memory["fits"] is True
 
 
-def test_experts_are_spread_over_ranks_and_only_chosen_ones_work(made):
+def test_expert_memory_is_divided_by_ranks_and_flops_count_active_experts(made):
     moe = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
     one = made("--world_size", 2, **moe).memory["stages"][0]["num_parameters"]
     two = made("--world_size", 2, "--expert_model_parallel_size", 2, **moe).memory["stages"][0]["num_parameters"]
@@ -198,7 +198,7 @@ def test_experts_are_spread_over_ranks_and_only_chosen_ones_work(made):
     assert cost["parameters"] - cost["active_parameters"] == 4 * 2 * 3 * 8 * 16
 
 
-def test_lengths_say_how_well_they_pack(made, tmp_path):
+def test_lengths_file_gives_packing_efficiency(made, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("# prompt completion\n10 10\n10, 30\n\n5\t5\n20 20\n")
     cost = made("--lengths", file, "--micro_batch_size", 2).cost
@@ -216,7 +216,7 @@ def test_lengths_say_how_well_they_pack(made, tmp_path):
     assert packed["packing_efficiency"] == (19 + 39 + 9 + 39) / (20 + 40 + 12 + 40)
 
 
-def test_the_output_directory_of_a_run_is_a_file_of_lengths(tmp_path):
+def test_lengths_are_read_from_output_dir_of_a_run(tmp_path):
     """Rollout 1 is in a file of its own; ranks wrote the groups of rollout 0 in any order."""
     names = "prompt_number generation num_prompt_tokens num_completion_tokens".split()
     first, second = [(1, 0, 9, 4), (1, 1, 9, 7), (0, 1, 8, 5), (0, 0, 8, 6)], [(2, 0, 3, 1), (2, 1, 3, 2)]
@@ -227,13 +227,13 @@ def test_the_output_directory_of_a_run_is_a_file_of_lengths(tmp_path):
         read_lengths(str(tmp_path / "completions"))
 
 
-def test_bad_lengths_are_named_by_line(tmp_path):
+def test_lengths_file_with_invalid_line_is_rejected_with_line(tmp_path):
     (tmp_path / "x").write_text("1 2\nthree 4\n5\n")
     with pytest.raises(ConfigError, match="line 2, 3"):
         read_lengths(str(tmp_path / "x"))
 
 
-def test_a_model_that_does_not_fit_the_layout_is_refused_with_what_fits(tmp_path):
+def test_layout_that_does_not_divide_the_model_is_rejected_with_valid_sizes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | dict(num_attention_heads=6, num_key_value_heads=6)))
     with pytest.raises(ConfigError) as error:
         check(
@@ -254,7 +254,7 @@ def test_a_model_that_does_not_fit_the_layout_is_refused_with_what_fits(tmp_path
         assert problem.flags == ("tensor_model_parallel_size",) and problem.nearest == {"tensor_model_parallel_size": [2]}, problem
 
 
-def test_a_token_budget_packs_as_training_does(made, tmp_path):
+def test_packing_estimate_with_token_budget_equals_training(made, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("".join(f"10 {n}\n" for n in (90, 10, 30, 50, 20, 40, 90, 70)))
     argv = ["--lengths", file, "--max_tokens_per_micro_batch", 100, "--global_batch_size", 8]
@@ -263,7 +263,7 @@ def test_a_token_budget_packs_as_training_does(made, tmp_path):
     assert made(*argv).memory["tokens_per_micro_batch"] == 100
 
 
-def test_names_of_modules_are_matched_a_few_times_and_not_once_for_each_number(made, monkeypatch):
+def test_adapter_module_names_are_matched_once_per_kind(made, monkeypatch):
     """A model of 128 experts in 94 layers has 36,000 of them."""
     asked = Counter()
     is_target = LoraSettings.is_target
@@ -273,7 +273,7 @@ def test_names_of_modules_are_matched_a_few_times_and_not_once_for_each_number(m
     assert len(asked) == 4 * (4 + 8 * 3) and max(asked.values()) <= 4
 
 
-def test_an_adapter_that_cannot_be_pushed_alone_is_refused_with_everything_else(made):
+def test_adapter_that_cannot_be_synced_separately_is_reported_with_other_problems(made):
     moe = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
     argv = ["--tuner_type", "lora", "--target_modules", "up_proj"]
     made(*argv, **moe)
@@ -294,7 +294,7 @@ def test_an_adapter_that_cannot_be_pushed_alone_is_refused_with_everything_else(
     (("--world_size", 4, "--tensor_model_parallel_size", 2, "--pipeline_model_parallel_size", 2), 6, 2),  # over stages, then TP
     (("--world_size", 2, "--pipeline_model_parallel_size", 2, "--tuner_type", "lora", "--sleep_level", 2), 4, 4),  # the base again
 ])  # fmt: skip
-def test_a_push_takes_few_collectives(made, argv, collectives, buckets):
+def test_weight_sync_uses_few_collectives(made, argv, collectives, buckets):
     vocabulary = ["--padded_vocab_multiple", 8, "--num_generations", 8]
     cost = made(*argv, *vocabulary, num_key_value_heads=2).cost
     assert (cost["weight_push_collectives"], cost["weight_push_buckets"]) == (collectives, buckets)

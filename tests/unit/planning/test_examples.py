@@ -88,7 +88,7 @@ def test_page_says_what_plan_estimates(folder, architecture, page, column, tmp_p
     assert len(said) >= 7 and said == {name: figures(found)[name] for name in said}
 
 
-def test_the_example_that_sees_fits_and_its_pictures_are_planned(tmp_path, capsys):
+def test_images_example_fits_and_plan_counts_its_images(tmp_path, capsys):
     from tests.seeing import as_bytes, picture
 
     model, data = tmp_path / "model", tmp_path / "data"

@@ -21,11 +21,11 @@ def list_warnings(capsys, tmp_path, architecture: str, *argv: str) -> str:
 @pytest.mark.parametrize("architecture, argv, is_said", [
     ("qwen3_5", ["--gpu_memory_gb", "80"], True), ("qwen3_5", [], False), ("qwen3", ["--gpu_memory_gb", "80"], False),
 ])  # fmt: skip
-def test_a_hybrid_without_its_kernel_is_bound_by_launches_on_a_gpu(capsys, tmp_path, architecture, argv, is_said):
+def test_plan_notes_missing_kernel_of_hybrid_model_on_gpu(capsys, tmp_path, architecture, argv, is_said):
     assert ("about 1,300 kernels per micro-batch" in list_warnings(capsys, tmp_path, architecture, *argv)) == is_said
 
 
-def test_a_machine_with_a_gpu_is_told_which_adam_takes_the_steps(capsys, tmp_path, monkeypatch):
+def test_plan_notes_adam_implementation_on_gpu_machine(capsys, tmp_path, monkeypatch):
     assert "takes the optimizer's steps" not in list_warnings(capsys, tmp_path, "qwen3")
     monkeypatch.setattr(warnings, "GPU_DRIVER", tmp_path)
     assert "torch's AdamW (no Transformer Engine, no Apex) takes the optimizer's steps" in list_warnings(capsys, tmp_path, "qwen3")

@@ -38,7 +38,7 @@ def memory(tmp_path):
     return of
 
 
-def test_freed_and_copied_by_hand():
+def test_offload_freed_and_copied_bytes_by_hand():
     sizes = dict(weights_bytes=20, adapters_bytes=3, gradients_bytes=40, optimizer_bytes=60, reference_bytes=7)
     held = StaticMemory(num_parameters=10, num_trainable_parameters=10, **sizes)
     both, model, optimizer, none = (OffloadPlan(model=m, optimizer=o) for m, o in ((1, 1), (1, 0), (0, 1), (0, 0)))
@@ -47,7 +47,7 @@ def test_freed_and_copied_by_hand():
     assert [one.copied(held) for one in (both, model, optimizer, none)] == [90, 30, 60, 0], "gradients come back as zeros"
 
 
-def test_a_mixture_of_experts_gives_56_gb_away_in_a_little_over_a_second(memory):
+def test_offload_of_moe_frees_56_gb_in_about_one_second(memory):
     """5.2 G parameters a rank, 3.6 of them experts: 2 + 4 + 12 / d bytes each, d 8 for what is no expert."""
     found = memory(*BOTH, "--expert_model_parallel_size", 8, "--sleep_level", 1, "--vllm_tensor_parallel_size", 8, model=QWEN3_30B)
     [stage], offload = found["stages"], found["offload"]
@@ -66,7 +66,7 @@ def test_a_mixture_of_experts_gives_56_gb_away_in_a_little_over_a_second(memory)
     assert before["phases"]["training"] == phases["training"], "training has everything"
 
 
-def test_what_async_save_holds_on_the_host_is_a_ranks_share_of_the_checkpoint(memory):
+def test_async_save_host_memory_is_rank_share_of_checkpoint(memory):
     """As `benchmarks/saving.py grids` counts it, by the code that saves: 64 GPUs, TP 4."""
     grid = ("--world_size", 64, "--tensor_model_parallel_size", 4)
     assert memory(*grid, "--async_save", "true")["staged_bytes"] == pytest.approx(1.79e9, rel=0.01)
@@ -88,7 +88,7 @@ def test_what_async_save_holds_on_the_host_is_a_ranks_share_of_the_checkpoint(me
         ("auto", "auto", None, (False, False)),
     ],
 )
-def test_auto_is_on_where_the_run_does_not_fit_otherwise_with_room_for_what_is_not_counted(model, optimizer, gpu, chosen):
+def test_offload_auto_is_enabled_if_run_does_not_fit_with_margin(model, optimizer, gpu, chosen):
     peaks = {(False, False): 94, (False, True): 84, (True, False): 69, (True, True): 54}
 
     def peak(way):
@@ -104,7 +104,7 @@ def test_auto_is_on_where_the_run_does_not_fit_otherwise_with_room_for_what_is_n
         assert ("does not fit even with" in found.why) == (gpu == 30)
 
 
-def test_what_is_not_on_is_told_with_what_it_would_free(memory):
+def test_offload_disabled_is_reported_with_bytes_it_would_free(memory):
     found = describe_offload(memory()["offload"])
     assert found.startswith("offload_model and offload_optimizer off (auto depends") and "enabled, they would free" in found
     assert describe_offload(memory("--offload_optimizer", "true", "--offload_model", "false")["offload"]).startswith(
@@ -112,7 +112,7 @@ def test_what_is_not_on_is_told_with_what_it_would_free(memory):
     )
 
 
-def test_what_would_fit_does(memory):
+def test_offload_suggested_settings_fit(memory):
     tight = ["--gpu_memory_gb", 80, "--vllm_gpu_memory_utilization", 0.6, "--tensor_model_parallel_size", 2]
     found = memory(*tight)
     assert found["fits"] is False and found["offload"]["why"].endswith("does not fit even with offloading")
@@ -126,13 +126,13 @@ def test_what_would_fit_does(memory):
     assert memory("--gpu_memory_gb", 1)["would_fit"] == []
 
 
-def test_a_kv_cache_that_cannot_hold_one_sequence_does_not_fit(memory):
+def test_kv_cache_smaller_than_one_sequence_does_not_fit(memory):
     found = memory("--gpu_memory_gb", 80, "--vllm_gpu_memory_utilization", 0.2, "--tensor_model_parallel_size", 4, "--sleep_level", 1)
     assert found["peak_bytes"] < 80e9 and found["fits"] is False and found["sampler"]["kv_cache_tokens"] == 0
     assert found["would_fit"][0]["settings"] == {"vllm_gpu_memory_utilization": 0.3}
 
 
-def test_adapters_let_the_base_sleep_on_the_host_and_dropping_it_is_said_to_cost_a_push(memory, tmp_path):
+def test_sleep_level_with_adapters_defaults_to_1_and_warns_at_2(memory, tmp_path):
     def plan(*argv):
         (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
         return make_plan(schedule_run(check(["--model", str(tmp_path / "config.json"), *EIGHT, "--tuner_type", "lora", *map(str, argv)])))
@@ -143,7 +143,7 @@ def test_adapters_let_the_base_sleep_on_the_host_and_dropping_it_is_said_to_cost
     assert said in " ".join(plan("--sleep_level", 2).warnings) and said not in " ".join(plan().warnings)
 
 
-def test_where_servers_sample_nothing_is_given_away_and_only_the_trainer_must_fit(memory):
+def test_offload_with_rollout_servers_is_disabled(memory):
     server = ["--vllm_mode", "server", "--vllm_server_host", "127.0.0.1"]
     found = memory("--gpu_memory_gb", 80, "--tensor_model_parallel_size", 4, *server, *BOTH)
     assert found["fits"] and found["offload"]["freed_bytes"] == 0 and not (found["offload"]["model"] or found["offload"]["optimizer"])
@@ -153,7 +153,7 @@ def test_where_servers_sample_nothing_is_given_away_and_only_the_trainer_must_fi
     assert not names & {"sleep_level", "offload_model", "offload_optimizer", "vllm_gpu_memory_utilization"}
 
 
-def test_the_plan_for_people_says_it_all(tmp_path, capsys):
+def test_plan_text_shows_offload_and_settings_that_fit(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     words = ["--gpu_memory_gb", "80", "--vllm_gpu_memory_utilization", "0.7", "--tensor_model_parallel_size", "2"]
     assert main(["plan", "--model", str(tmp_path / "config.json"), *EIGHT, *words]) == 0

@@ -35,11 +35,11 @@ def slowly(rollouts, slots, depth):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=7, max_size=9), st.integers(1, 6), st.integers(0, 3))
-def test_the_time_is_that_of_stepping_token_by_token(rollouts, slots, depth):
+def test_partial_rollout_forecast_equals_token_by_token_simulation(rollouts, slots, depth):
     assert sampling_times(rollouts, slots, depth) == pytest.approx(slowly(rollouts, slots, depth))
 
 
-def test_by_hand():
+def test_partial_rollout_forecast_by_hand():
     """One slot of two is free for six of ten tokens of each rollout: the next one's short completion fits into it."""
     rollouts = [[10, 4]] * 8
     assert sampling_times(rollouts, 2, 0) == [10 * STEP + 14] * 8

@@ -44,7 +44,7 @@ def native(capsys, *argv) -> dict:
     return found
 
 
-def test_the_object_has_the_published_shape(capsys):
+def test_plan_json_has_the_documented_keys(capsys):
     found = native(
         capsys,
         *(
@@ -143,7 +143,7 @@ def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
     group=st.sampled_from([2, 3, 4, 6]),
     old=st.sampled_from(["auto", "rollout"]),
 )
-def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, old):
+def test_plan_timetable_equals_naive_walk(dp, mbs, a, w, mu, count, group, old):
     from megatron_grpo.commands.planning.summary import plan_object
     from megatron_grpo.core.batching.batch_sizes import BatchSizes
     from megatron_grpo.core.batching.schedule import TrainingSchedule
@@ -167,7 +167,7 @@ def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, ol
     assert found["old_logprobs"]["slices_total"] == sum(row["pass"] == 0 for row in expected)
 
 
-def test_errors_are_an_object_too(capsys):
+def test_plan_json_reports_errors_as_object(capsys):
     code, found = plan(capsys, "--global_batch_size", 64, "--generation_batch_size", 96, "--dialecct", "x", "--seed", "y")
     assert code == 2
     assert [set(error) for error in found["errors"]] == [{"flags", "message", "nearest"}] * 3
@@ -175,7 +175,7 @@ def test_errors_are_an_object_too(capsys):
     assert found["errors"][0]["nearest"] == {} and "dialect" in found["errors"][0]["message"]
 
 
-def test_the_native_flags_mean_the_same(capsys):
+def test_plan_native_flags_give_the_same_plan(capsys):
     import shlex
 
     for argv in (
@@ -215,13 +215,13 @@ def test_the_native_flags_mean_the_same(capsys):
         ),
     ],
 )
-def test_dialects_are_read_as_their_systems_read_them(capsys, argv, batch):
+def test_plan_reads_sizes_as_each_framework(capsys, argv, batch):
     found = native(capsys, *argv)
     assert {name: found["batch"][name] for name in batch} == batch
     assert "optimizer step" in found["warnings"][0] and found["warnings"][0].startswith("Your old setup took")
 
 
-def test_foreign_files_are_translated_and_what_changes_nothing_is_listed(capsys, tmp_path):
+def test_plan_translates_framework_files_and_lists_settings_without_effect(capsys, tmp_path):
     trl = tmp_path / "grpo.yaml"
     trl.write_text(
         "model_name_or_path: /nowhere/x\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 2\nnum_generations: 4\n"
@@ -264,15 +264,15 @@ def test_foreign_files_are_translated_and_what_changes_nothing_is_listed(capsys,
         (["--max_steps", 9, "--beta", 0.1, "--sync_ref_model", "true"], "(512) exceeds the 9 optimizer steps of the run"),
     ],
 )
-def test_what_is_legal_but_probably_not_meant_is_said(capsys, argv, part):
+def test_plan_warns_of_legal_but_unlikely_settings(capsys, argv, part):
     assert any(part in warning for warning in native(capsys, *argv)["warnings"])
 
 
-def test_a_plain_configuration_has_nothing_to_be_warned_of(capsys):
+def test_plan_of_plain_config_has_no_warnings(capsys):
     assert native(capsys, "--world_size", 2)["warnings"] == []
 
 
-def test_the_length_of_the_run_comes_from_the_data_set(capsys, tmp_path):
+def test_plan_run_length_is_computed_from_dataset(capsys, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "x"}\n' * 5)
     main(["plan", "--dataset", str(data), "--num_train_epochs", "2"])
@@ -316,7 +316,7 @@ def test_the_figure_fits_80_columns_and_is_plain_when_piped(tmp_path):
     ],
 )
 @pytest.mark.parametrize("max_steps", [1, 2, 3])
-def test_old_logprobs_rollout_that_changes_nothing_is_said(capsys, sizes, max_steps):
+def test_plan_warns_if_old_logprobs_rollout_has_no_effect(capsys, sizes, max_steps):
     """A run of one optimizer step has no stale row, whatever its sizes; which rows are stale is read off the timetable itself."""
     argv = [*sizes.split(), "--old_logprobs", "rollout", "--max_steps", max_steps, "--global_batch_size", 16, "--plan_rollouts", 9]
     found = native(capsys, *argv)
@@ -339,11 +339,11 @@ def test_the_figure_marks_stale_rows_and_brackets_steps_and_rollouts():
     assert "stale     optimizer steps between sampling and training" in text
 
 
-def test_colours_stand_in_a_terminal():
+def test_plan_figure_has_colors_in_a_terminal():
     assert "\x1b[" in figure("--steps_per_generation", 2, FORCE_COLOR="1")
 
 
-def test_the_same_figure_is_drawn_as_a_picture(tmp_path, capsys):
+def test_plan_png_writes_the_figure(tmp_path, capsys):
     assert main(["plan", "--json", "--world_size", "40", "--global_batch_size", "80", "--png", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
@@ -386,13 +386,13 @@ def test_repository_has_no_torch_on_the_way_to_a_plan_with_a_model(tmp_path):
 
 
 @pytest.mark.parametrize(("some", "told"), [(2000, "100 %"), (1999, "100 %"), (11, "0.55 %")])
-def test_the_share_that_trains_is_a_number_that_people_read(some, told):
+def test_plan_trainable_share_is_printed_with_readable_precision(some, told):
     from megatron_grpo.commands.planning.report import trainable
 
     assert told in trainable({"trainable_parameters": some, "parameters": 2000})
 
 
-def test_a_warm_up_as_long_as_the_run_is_said(capsys):
+def test_plan_warns_of_warm_up_as_long_as_the_run(capsys):
     said = "The learning rate never reaches lr"
     assert main(["plan", "--max_steps", "4", "--lr_warmup_iters", "4"]) == 0
     assert f"{said} (1e-06): the warm-up takes 4 optimizer steps, and the run has 4." in " ".join(capsys.readouterr().out.split())
@@ -400,7 +400,7 @@ def test_a_warm_up_as_long_as_the_run_is_said(capsys):
     assert said not in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_terminal_that_knows_ascii_alone_gets_a_plan(monkeypatch):
+def test_plan_prints_to_an_ascii_terminal(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["plan", "--run_name", "Z\u00fcrich"]) == 0
@@ -409,7 +409,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_a_plan(monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["model", "dataset", "output_dir", "lengths", "resume", "png", "reward_funcs"])
-def test_a_path_that_is_too_long_for_a_file_is_a_sentence(capsys, flag):
+def test_plan_with_too_long_path_exits_2(capsys, flag):
     assert main(["plan", f"--{flag}", "./" + "a" * 300 + (".py:f" if flag == "reward_funcs" else "")]) == 2
     told = capsys.readouterr().err
     assert "it contains a name longer than 255 bytes" in told and "Traceback" not in told
@@ -426,7 +426,7 @@ def test_a_path_that_is_too_long_for_a_file_is_a_sentence(capsys, flag):
         ("me/gemma-2-9", False),
     ],
 )
-def test_a_model_that_is_known_not_to_train_by_its_name_is_refused_before_it_is_fetched(name, is_known):
+def test_plan_rejects_unsupported_hub_model_by_name_before_download(name, is_known):
     shape, problems = read_shape(name)
     assert shape is None
     assert ["is not supported: " in problem.message for problem in problems] == [True] * is_known
@@ -437,7 +437,7 @@ def test_names_on_the_hub_are_of_architectures_that_have_a_reason():
 
 
 @pytest.mark.parametrize("architectures", [{}, {"architectures": None}], ids=["none", "null"])
-def test_a_config_written_by_hand_may_name_its_type_only(tmp_path, architectures):
+def test_model_config_with_model_type_only_is_accepted(tmp_path, architectures):
     written = {**QWEN3_8B, "model_type": "qwen3"}
     del written["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(written | architectures))

@@ -143,7 +143,7 @@ def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
 
 @settings(max_examples=300)
 @given(st.one_of(configurations, mostly_right))
-def test_the_nearest_values_are_those_that_trying_every_value_finds(values):
+def test_nearest_values_equal_exhaustive_search(values):
     problems, cfg = list_problems(values)
     key_of = {name: key for key, name in NAMES.items()}
     for problem in problems:
@@ -162,7 +162,7 @@ def test_the_nearest_values_are_those_that_trying_every_value_finds(values):
 
 @settings(max_examples=150)
 @given(mostly_right)
-def test_flags_named_in_a_problem_are_flags_that_were_typed(values):
+def test_size_problem_flags_are_those_given(values):
     problems, cfg = list_problems(values)
     typed = {NAMES[key] for key, value in values.items() if key in NAMES and value is not None}
     for problem in problems:
@@ -236,7 +236,7 @@ def dialect_argv(dialect: str, values: dict) -> list[str]:
 @pytest.mark.parametrize("dialect", DIALECT_CASES)
 @settings(max_examples=300)
 @given(data=st.data())
-def test_dialects_pass_and_are_mended_in_their_own_names(dialect, data):
+def test_size_problems_of_frameworks_use_their_names(dialect, data):
     values = {key: data.draw(st.sampled_from(choices), label=key) for key, choices in DIALECT_CASES[dialect].items()}
     parsed = parse(dialect_argv(dialect, values), dialects=lambda: DIALECTS)
     assert not parsed.problems
@@ -274,12 +274,12 @@ MENDED = [
 
 
 @pytest.mark.parametrize(("words", "message"), MENDED)
-def test_a_size_of_another_system_is_named_natively_with_its_origin_and_says_what_to_change_there(words, message):
+def test_size_problem_of_framework_names_native_and_original_setting(words, message):
     parsed = parse(["--dialect", *words.split()], dialects=lambda: DIALECTS)
     assert message in [problem.message for problem in size_problems(parsed.config)]
 
 
-def test_the_message_shows_the_arithmetic_and_what_works():
+def test_size_problem_shows_arithmetic_and_valid_values():
     with pytest.raises(ConfigError) as error:
         checked_sizes(parse(["--global_batch_size", "64", "--generation_batch_size", "96"], dialects=lambda: DIALECTS).config)
     [problem] = error.value.problems
@@ -288,19 +288,19 @@ def test_the_message_shows_the_arithmetic_and_what_works():
     assert problem.nearest == {"generation_batch_size": [64, 128], "global_batch_size": [48, 96]}
 
 
-def test_two_independent_problems_are_both_said_and_neither_offers_what_would_not_be_enough():
+def test_size_problems_that_are_independent_are_both_reported_without_values():
     problems, _ = list_problems({"ws": 7, "tp": 2, "gbs": 30, "gen": 64, "g": 7})
     assert len(problems) >= 3
     assert not any(problem.nearest for problem in problems)
 
 
-def test_nearest_values_of_a_hundred_thousand_ranks_are_found_at_once():
+def test_nearest_values_of_100000_ranks_are_found_quickly():
     problems, _ = list_problems({"ws": 100_000, "mbs": 3, "gbs": 1_000_000, "g": 8})
     assert problems[0].nearest["global_batch_size"] == [900_000, 1_200_000]
     assert problems[0].nearest["micro_batch_size"] == [2, 5]
 
 
-def test_more_than_25_kinds_of_mistake_are_each_said_once():
+def test_size_problems_of_25_kinds_each_give_one_message():
     """Each of these breaks one rule, and is told so in one sentence."""
     cases = [
         ["--micro_batch_size", "0"],
@@ -368,7 +368,7 @@ def test_more_than_25_kinds_of_mistake_are_each_said_once():
 
 
 @pytest.mark.parametrize("zero", ["--micro_batch_size 0", "--num_iterations 0", "--vllm_tensor_parallel_size -1"])
-def test_a_size_of_zero_hides_no_other_mistake(zero):
+def test_size_of_zero_does_not_hide_other_problems(zero):
     from tests.checked import check
 
     others = "--world_size 6 --tensor_model_parallel_size 4 --generation_batch_size 12 --num_generations 5 --clip_grad=-1".split()
@@ -389,7 +389,7 @@ def test_a_size_of_zero_hides_no_other_mistake(zero):
 @pytest.mark.parametrize(
     ("words", "warned"), [("", False), ("--distributed_timeout_minutes 5", True), ("--rank_heartbeat_timeout 0", False)]
 )
-def test_a_watchdog_that_would_come_after_the_collectives_own_timeout_is_told(words, warned, capsys):
+def test_plan_warns_of_heartbeat_timeout_above_collective_timeout(words, warned, capsys):
     sizes = "--world_size 2 --global_batch_size 16 --micro_batch_size 1 --num_generations 8"
     assert main(["plan", "--json", *sizes.split(), *words.split()]) == 0
     told = [said for said in json.loads(capsys.readouterr().out)["warnings"] if said.startswith("A hanging rank would not be identified")]

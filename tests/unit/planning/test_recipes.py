@@ -24,7 +24,7 @@ SIZES = {
 }
 
 
-def test_every_file_is_in_the_table_and_here():
+def test_recipe_files_are_in_table_and_test():
     files = {file.stem for file in RECIPES.glob("*.yaml")}
     table = (RECIPES / "README.md").read_text()
     assert files == set(SIZES) and all(f"[{name}.yaml]({name}.yaml)" in table for name in files)

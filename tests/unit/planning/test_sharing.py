@@ -30,21 +30,21 @@ def made(tmp_path):
 GROUPS = "100 11\n100 21\n100 31\n100 41\n" * 2  # 400 + 100 computed tokens a group, or 100 + 100
 
 
-def test_tokens_groups_and_pieces_by_hand(made):
+def test_sharing_estimate_by_hand(made):
     found = made(GROUPS, "--max_tokens_per_micro_batch", 256).cost["sharing"]
     assert (found["setting"], found["shares"], found["groups"], found["pieces"]) == ("auto", True, 2, 2)
     assert (found["tokens_apart"], found["tokens_shared"]) == (1000, 400)
     assert (found["micro_batches_apart"], found["micro_batches_shared"]) == (4, 2)
 
 
-def test_a_group_beyond_the_budget_and_one_dealt_over_ranks_is_in_pieces_with_a_prompt_each(made):
+def test_sharing_estimate_of_split_groups_counts_prompt_per_piece(made):
     found = made(GROUPS, "--max_tokens_per_micro_batch", 160).cost["sharing"]
     assert (found["pieces"], found["tokens_shared"]) == (4, 600)
     found = made(GROUPS, "--micro_batch_size", 2, "--world_size", 2).cost["sharing"]
     assert (found["pieces"], found["tokens_shared"], found["micro_batches_shared"]) == (4, 600, 4)
 
 
-def test_packing_is_that_of_the_run(made):
+def test_sharing_estimate_packs_as_the_run(made):
     shared, apart = (made(GROUPS, "--max_tokens_per_micro_batch", 256, "--share_prefix", one).cost["packing"] for one in ("auto", "false"))
     assert (shared["micro_batches"], apart["micro_batches"]) == (2, 4)
     assert shared["max_tokens_per_micro_batch"] == 204  # a last token of each completion is counted with them, as everywhere in this object
@@ -56,7 +56,7 @@ def test_packing_is_that_of_the_run(made):
     ("2 101\n" * 8, ["--micro_batch_size", 4], "1.5% of the tokens could be saved, less than 1/16"),
     (GROUPS, ["--micro_batch_size", 4, "--tuner_type", "lora", "--lora_dropout", "0.1"], "lora_dropout (0.1)"),
 ])  # fmt: skip
-def test_where_nothing_is_shared_the_reason_is_said(made, capsys, lengths, argv, why):
+def test_sharing_estimate_disabled_reports_the_reason(made, capsys, lengths, argv, why):
     plan = made(lengths, *argv)
     found = plan.cost["sharing"]
     assert not found["shares"] and why in found["why"] and found["tokens_shared"] == found["tokens_apart"]
@@ -64,11 +64,11 @@ def test_where_nothing_is_shared_the_reason_is_said(made, capsys, lengths, argv,
     assert "shared prompts  off" in capsys.readouterr().out
 
 
-def test_true_shares_what_auto_leaves(made):
+def test_share_prefix_true_shares_where_auto_does_not(made):
     assert made("2 101\n" * 8, "--micro_batch_size", 4, "--share_prefix", "true").cost["sharing"]["tokens_shared"] == 804
 
 
-def test_the_object_holds_it_and_the_native_flags_say_it(made):
+def test_sharing_decision_is_in_plan_json_and_native_flags(made):
     plan = made(GROUPS, "--micro_batch_size", 4, "--share_prefix", "true")
     found = json.loads(plan.as_json())
     assert found["cost"]["sharing"]["why"].startswith("share_prefix true") and "--share_prefix true" in found["native_flags"]
@@ -88,7 +88,7 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize(("budget", "tokens", "pieces"), [(256, 400, 2), (160, 600, 4)])
-def test_flops_follow_what_is_computed(made, model, budget, tokens, pieces):
+def test_sharing_flops_count_computed_tokens(made, model, budget, tokens, pieces):
     """Matrices by computed tokens, attention by own and inherited keys, the head by scored places; a piece pays for its prompt."""
     found = made(GROUPS, *model, BUDGET, budget, "--beta", 0.1, "--steps_per_generation", 2).cost
     sharing = found["sharing"]
@@ -106,14 +106,14 @@ def test_flops_follow_what_is_computed(made, model, budget, tokens, pieces):
     assert {phase: off["flops_per_rollout"][phase] for phase in phases} == sharing["flops_apart"] == off["sharing"]["flops_shared"]
 
 
-def test_a_file_shorter_than_a_step_is_taken_again(made, model):
+def test_sharing_estimate_repeats_lengths_file_shorter_than_a_step(made, model):
     once, twice = (made(GROUPS, *model, BUDGET, 256, "--global_batch_size", size).cost["sharing"] for size in (8, 16))
     for name in ("sequences", "tokens_apart", "tokens_shared", "groups", "micro_batches_shared"):
         assert twice[name] == 2 * once[name]
 
 
 @pytest.mark.parametrize(("rows", "prompts"), [(2, 1), (4, 1), (6, 2), (8, 2), (3, 2)])
-def test_a_micro_batch_holds_each_prompt_once_and_a_budget_holds_what_it_says(made, model, rows, prompts):
+def test_sharing_memory_counts_each_prompt_once_per_micro_batch(made, model, rows, prompts):
     size = ["--global_batch_size", 24, "--micro_batch_size", rows, "--max_prompt_length", 100, "--max_completion_length", 10]
     on, off = (made("100 10\n" * 24, *model, *size, "--share_prefix", one).memory for one in ("auto", "false"))
     assert (on["tokens_per_micro_batch"], off["tokens_per_micro_batch"]) == (100 * prompts + 10 * rows, 110 * rows)
@@ -124,7 +124,7 @@ def test_a_micro_batch_holds_each_prompt_once_and_a_budget_holds_what_it_says(ma
     assert budgets[0]["stages"] == budgets[1]["stages"] and budgets[0]["tokens_per_micro_batch"] == 300
 
 
-def test_without_a_gpu_the_budget_is_the_least_that_holds_a_whole_group(made, model, capsys):
+def test_sharing_budget_without_gpu_is_smallest_that_fits_a_group(made, model, capsys):
     """100 + 11 + 21 + 31 + 41 = 204."""
     plan = made(GROUPS, *model)
     budget = plan.cost["sharing"]["budget"]
@@ -138,7 +138,7 @@ def test_without_a_gpu_the_budget_is_the_least_that_holds_a_whole_group(made, mo
     assert made(GROUPS, *model, *cp).cost["sharing"]["budget"]["max_tokens_per_micro_batch"] == 100 + 12 + 24 + 32 + 44
 
 
-def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
+def test_sharing_budget_with_gpu_is_largest_that_fits(made, model):
     gpu, groups = ["--gpu_memory_gb", 0.0008, "--sleep_level", 1, "--share_prefix", "true"], "100 100\n" * 512
     step = ["--global_batch_size", 512]
     budget = made(groups, *model, *gpu, *step).cost["sharing"]["budget"]["max_tokens_per_micro_batch"]
@@ -155,14 +155,14 @@ def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
 
 
 @pytest.mark.parametrize("argv", [["--share_prefix", "false"], ["--tuner_type", "lora", "--lora_dropout", "0.1"]])
-def test_no_budget_is_named_where_prompts_would_not_be_shared_with_one(made, argv):
+def test_sharing_budget_is_omitted_if_it_would_not_enable_sharing(made, argv):
     assert made(GROUPS, *argv).cost["sharing"]["budget"] is None
 
 
 PP4 = ["--world_size", 4, "--pipeline_model_parallel_size", 4, "--global_batch_size", 64]
 
 
-def test_a_larger_bubble_than_without_sharing_is_said_with_a_budget_that_keeps_the_pipeline_busy(made, model):
+def test_sharing_with_larger_pipeline_bubble_warns_with_smaller_budget(made, model):
     plan = made(GROUPS, *model, *PP4, BUDGET, 1000)
     found = plan.cost["sharing"]
     apart, shared = found["micro_batches_of_rank_apart"], found["micro_batches_of_rank_shared"]
@@ -177,14 +177,14 @@ def test_a_larger_bubble_than_without_sharing_is_said_with_a_budget_that_keeps_t
     assert not [warning for warning in again.warnings if "pipeline bubble" in warning.lower()]
 
 
-def test_rows_too_few_for_the_pipeline_are_said(made, model):
+def test_sharing_with_too_few_rows_for_pipeline_gives_a_warning(made, model):
     few = ["--world_size", 4, "--pipeline_model_parallel_size", 4, "--global_batch_size", 8]
     [said] = [warning for warning in made(GROUPS, *model, *few, BUDGET, 500).warnings if "pipeline bubble" in warning.lower()]
     assert "a larger global_batch_size: it has too few rows for 12 micro-batches per rank" in said
 
 
 @pytest.mark.parametrize(("pp", "vpp", "wanted"), [(1, None, 1), (2, None, 4), (4, None, 12), (2, 2, 2), (4, 2, 8), (4, 3, 4)])
-def test_a_pipeline_wants_four_micro_batches_for_each_later_stage_and_fewer_if_interleaved(pp, vpp, wanted):
+def test_sharing_wanted_micro_batches_depend_on_pipeline_stages(pp, vpp, wanted):
     argv = ["--world_size", pp, "--pipeline_model_parallel_size", pp, *(["--virtual_pipeline_model_parallel_size", vpp] if vpp else [])]
     assert wanted_micro_batches(check(list(map(str, argv))).sizes) == wanted
 
@@ -204,7 +204,7 @@ def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
     assert decide(auto, None, has_gpu=True).min_saving_ratio == decide(auto, None, has_gpu=False).min_saving_ratio == LEAST_SAVING
 
 
-def test_what_flash_attention_does_not_take_is_said_before_there_is_a_gpu():
+def test_sharing_unsupported_by_flash_attention_is_reported_without_gpu():
     single = Config().with_values({"torch_dtype": "float32", "micro_batch_size": 4})
     said = "flash attention supports bfloat16 and float16, not float32"
     assert decide(single, None).min_saving_ratio == LEAST_SAVING and f"On a GPU it is disabled: {said}" in str(decide(single, None))
@@ -212,7 +212,7 @@ def test_what_flash_attention_does_not_take_is_said_before_there_is_a_gpu():
     assert planned.min_saving_ratio is None and said in planned.why
 
 
-def test_packings_are_few_whatever_the_size(made, model, monkeypatch):
+def test_sharing_estimate_computes_few_packings_for_any_size(made, model, monkeypatch):
     packings = []
     partition, pack_once, tried = split.partition, pack.pack, []
     monkeypatch.setattr(split, "partition", lambda lengths, cut: packings.append(len(lengths)) or partition(lengths, cut))

@@ -53,7 +53,7 @@ def plan(tmp_path):
         ([], dict(architectures=["BertModel"]), "teacher_model: "),
     ],
 )
-def test_what_its_layout_does_not_divide_is_refused_with_the_arithmetic(plan, words, teacher, sentence):
+def test_teacher_layout_that_does_not_divide_is_rejected_with_arithmetic(plan, words, teacher, sentence):
     with pytest.raises(ConfigError) as caught:
         plan(*words, **teacher)
     assert any(sentence in problem.message for problem in caught.value.problems), caught.value.problems
@@ -71,11 +71,11 @@ def test_what_its_layout_does_not_divide_is_refused_with_the_arithmetic(plan, wo
         (["--tuner_type", "lora", "--lora_dropout", "0.1", "--temperature", "0.7", "--top_k", "20"], DEEP),
     ],
 )  # fmt: skip
-def test_what_goes_with_it_is_planned(plan, words, teacher):
+def test_teacher_with_compatible_settings_is_planned(plan, words, teacher):
     assert plan(*words, **teacher).memory["stages"][0]["teacher_bytes"] > 0
 
 
-def test_it_is_computed_with_nothing_of_training_and_dealt_out_evenly_where_it_is_deeper(plan):
+def test_teacher_config_omits_training_settings_and_balances_deeper_model(plan):
     words = [PP, "2", "--decoder_first_pipeline_num_layers", "1", "--recompute_granularity", "selective", "--tuner_type", "lora"]
     for depth, first in ((4, 1), (6, None)):
         checked = plan(*words, num_hidden_layers=depth).checked
@@ -84,7 +84,7 @@ def test_it_is_computed_with_nothing_of_training_and_dealt_out_evenly_where_it_i
         assert (own.tuner.tuner_type, own.model.recompute_granularity, own.grpo.beta) == ("full", None, 0.0)
 
 
-def test_its_bytes_are_those_of_its_weights_and_count_where_it_is(plan, tmp_path):
+def test_teacher_memory_is_its_weights_in_phases_on_device(plan, tmp_path):
     """In bfloat16 on one stage: as many layers of the student's own matrices, without gradients and moments."""
     same = dict(num_hidden_layers=2)
     words = ["--padded_vocab_multiple", "16", "--offload_model", "false", "--offload_optimizer", "false"]
@@ -96,12 +96,12 @@ def test_its_bytes_are_those_of_its_weights_and_count_where_it_is(plan, tmp_path
     assert "teacher" not in make_plan(schedule_run(check(["--model", str(tmp_path / "student")]))).memory["stages"][0]["phases"]
 
 
-def test_its_work_is_one_forward_a_row(plan):
+def test_teacher_flops_are_one_forward_per_row(plan):
     work = plan("--beta", "0.1").cost["flops_per_rollout"]
     assert work["teacher_logprobs"] == work["reference_logprobs"] > 0  # of the very same shape
 
 
-def test_a_plan_takes_a_teacher_of_which_only_the_configuration_is_here(plan, tmp_path, capsys):
+def test_teacher_with_config_file_only_is_planned(plan, tmp_path, capsys):
     plan()
     both = ["--model", str(tmp_path / "student" / "config.json"), "--teacher_model", str(tmp_path / "teacher" / "config.json")]
     assert main(["plan", "--json", *both]) == 0
