@@ -44,7 +44,7 @@ def some_gradients(number=5, size=150):
     return found
 
 
-def test_all_in_float32_is_torchs_adamw_bit_for_bit():
+def test_adamw_in_float32_equals_torch_exactly():
     torch.manual_seed(0)
     weights, gradients = torch.randn(150), some_gradients()
     parameter, optimizer = made(weights)
@@ -60,7 +60,7 @@ def test_all_in_float32_is_torchs_adamw_bit_for_bit():
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(DTYPES, DTYPES)))
-def test_a_step_is_float64s_from_the_state_that_is_kept_and_what_it_keeps_is_that_rounded_once(first, second):
+def test_adamw_step_equals_float64_from_stored_state_rounded_once(first, second):
     torch.manual_seed(0)
     weights, (*before, last) = torch.randn(150).bfloat16(), some_gradients()
     parameter, optimizer = made(weights, exp_avg_dtype=first, exp_avg_sq_dtype=second)
@@ -82,7 +82,7 @@ def test_a_step_is_float64s_from_the_state_that_is_kept_and_what_it_keeps_is_tha
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp8"])
-def test_a_second_moment_above_zero_is_kept_above_zero(dtype):
+def test_adamw_positive_second_moment_stays_positive(dtype):
     """Its root divides: of a weight whose gradients ended a step would have no bound."""
     gradient = torch.tensor([1e3, 1e-6])
     parameter, optimizer = made(torch.zeros(2).bfloat16(), exp_avg_dtype="fp32", exp_avg_sq_dtype=dtype)
@@ -94,7 +94,7 @@ def test_a_second_moment_above_zero_is_kept_above_zero(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_read_and_kept_again_is_the_same_to_the_bit_and_so_is_what_follows(dtype):
+def test_adamw_state_round_trip_is_exact(dtype):
     torch.manual_seed(0)
     main = dtype if dtype in ("fp32", "fp16") else "fp32"
     kinds = dict(main_params_dtype=main, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
@@ -121,7 +121,7 @@ def test_what_is_read_and_kept_again_is_the_same_to_the_bit_and_so_is_what_follo
             assert torch.equal(optimizer.get_unscaled_state(parameter, name), other.get_unscaled_state(again, name)), name
 
 
-def test_a_gradient_in_bfloat16_is_taken_as_it_is_and_one_that_is_lacking_moves_nothing():
+def test_adamw_accepts_bfloat16_gradient_and_skips_missing_one():
     weights, gradient = torch.ones(3).bfloat16(), torch.tensor([1.0, -2.0, 0.5])
     (a, one), (b, other), (c, idle) = made(weights), made(weights), made(weights)
     assert torch.equal(stepped(a, one, [gradient.bfloat16()]), stepped(b, other, [gradient]))
@@ -129,7 +129,7 @@ def test_a_gradient_in_bfloat16_is_taken_as_it_is_and_one_that_is_lacking_moves_
     assert torch.equal(c, weights) and not torch.equal(a, weights)
 
 
-def test_a_scale_is_a_power_of_two_and_numbers_that_are_none_stay_so():
+def test_adamw_scale_is_power_of_two_and_nan_is_preserved():
     for values in ([0.0], [3.0, -7.0], [448.0], [449.0], [1e-42], [2.0**-100 * 448], [65504.0], [1e38]):
         scale = float(adamw._compute_scale(torch.tensor(values), 448.0))
         assert torch.frexp(torch.tensor(scale))[0] == 0.5 and max(map(abs, values)) / scale <= 448.0, values
@@ -140,7 +140,7 @@ def test_a_scale_is_a_power_of_two_and_numbers_that_are_none_stay_so():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("beta2", [0.9, 0.95, 0.98, 0.99, 0.995, 0.997, 0.999, 0.9999])
-def test_plan_warns_exactly_where_a_moment_would_stay_for_good(dtype, beta2):
+def test_plan_warns_if_a_moment_would_never_change(dtype, beta2):
     """Without gradients a second moment falls; the one that a step cannot move is what is warned of."""
     parameter = torch.zeros(64)
     optimizer = AdamW([GROUP | {"params": [parameter], "betas": (0.9, beta2)}], **FP32 | dict(exp_avg_sq_dtype=dtype))
@@ -153,7 +153,7 @@ def test_plan_warns_exactly_where_a_moment_would_stay_for_good(dtype, beta2):
     assert bool(said) == stays, (said, stays)
 
 
-def test_plan_says_which_weights_an_update_in_fp16_leaves_where_they_are():
+def test_plan_warns_of_weights_unchanged_by_fp16_update():
     (said,) = lost_update_warnings(OptimizerConfig(use_precision_aware_optimizer=True, main_params_dtype="fp16", lr=1e-5))
     assert "weights above 0.0205 mostly do not change" in said
     parameter = torch.tensor([0.01, 0.1]).bfloat16()

@@ -60,7 +60,7 @@ def drawn(total: int, dtype=torch.float64):
 
 @pytest.mark.parametrize("kernel", [attention.FLASH_ON_CPU, attention.PLAIN], ids=("flash on CPU", "plain"))
 @pytest.mark.parametrize(("cp", "by_length"), [(1, False), (1, True), (2, False)])
-def test_parts_are_one_softmax_forward_and_backward(kernel, cp, by_length, monkeypatch):
+def test_attention_in_parts_equals_one_softmax(kernel, cp, by_length, monkeypatch):
     monkeypatch.setattr(stream_module, "TOKENS_A_CALL", 10_000)  # where one call may be saved, it is
     stream = segments()
     *inputs, gradient = drawn(stream[-1].end)
@@ -99,7 +99,7 @@ def dense_with_sinks(q, k, v, is_multimodal, sinks, scale):
     ("window", "cp"),
     [(1, 1), (1, 2), (2, 4), (3, 1), (3, 2), (7, 1), (7, 2), (7, 4), (66, 2), (100, 2), (100, 4), (263, 2), (265, 1), (265, 4)],
 )
-def test_windows_and_sinks_are_one_masked_softmax_forward_and_backward(kernel, window, cp):
+def test_attention_with_windows_and_sinks_equals_masked_softmax(kernel, window, cp):
     """Windows of one token, within a chunk of a rank, beyond one and several, of all but one and of all tokens."""
     stream = [dataclasses.replace(one, length=one.length - place % 4) for place, one in enumerate(end_to_end([16, LONG, 8, 24]))]
     stream.append(Segment(start=stream[-1].end, end=stream[-1].end + 8, length=0))
@@ -121,14 +121,14 @@ def test_windows_and_sinks_are_one_masked_softmax_forward_and_backward(kernel, w
     assert max((mine - right).abs().max() for mine, right in pairs) < 1e-12
 
 
-def test_a_window_that_cuts_children_from_their_parent_is_an_error():
+def test_attention_window_shorter_than_parent_raises():
     packed = packed_stream(segments(), 1, 0, torch.from_numpy)
     assert packed.within(None) is packed and packed.within(LONG + 8) is packed
     with pytest.raises(ValueError, match="share_prefix needs full attention, but a layer attends to 100 of 2"):
         packed.within(100)
 
 
-def test_without_parents_torchs_own_attention_gives_the_same():
+def test_attention_without_parents_equals_torch():
     moved = apart(segments())
     *inputs, gradient = drawn(moved[-1].end)
     wanted, packed = dense(*inputs, seen_by(moved), 0.3), packed_stream(moved, 1, 0, torch.from_numpy)
@@ -151,7 +151,7 @@ def end_to_end(lengths) -> list[Segment]:
     return [Segment(start=end - int(length), end=end, length=int(length)) for end, length in zip(ends, lengths)]
 
 
-def test_short_segments_are_read_by_length_and_long_ones_in_place():
+def test_attention_groups_short_segments_by_length_and_reads_long_ones_in_place():
     rng = np.random.default_rng(0)
     short, long = (
         packed_stream(end_to_end(rng.integers(1, most, 256)), 1, 0, torch.from_numpy, by_length=True).causal for most in (16, 64)
@@ -185,7 +185,7 @@ class OfTransformerEngine(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("parents", "dtype", "calls"), [(False, "bfloat16", 1), (True, "bfloat16", 0), (False, "float32", 0)])
-def test_fused_attention_is_transformer_engines_where_it_can_be_and_the_same_function_everywhere(monkeypatch, parents, dtype, calls):
+def test_fused_attention_uses_transformer_engine_where_supported(monkeypatch, parents, dtype, calls):
     import megatron.core.extensions.transformer_engine as extensions
 
     from megatron_grpo.core.policy.layers import FusedAttention, PackedAttention
@@ -258,7 +258,7 @@ class Varlen:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_flash_attention_of_gpus_gives_the_gradients_of_the_cpus_in_a_call_for_each_part(cp):
+def test_flash_attention_of_gpu_equals_cpu_gradients(cp):
     stream = [dataclasses.replace(one, start=one.start * 2, end=one.end * 2, length=one.length * 2) for one in segments()]
     *inputs, gradient = drawn(stream[-1].end)
     ops = Varlen()
@@ -272,7 +272,7 @@ def test_flash_attention_of_gpus_gives_the_gradients_of_the_cpus_in_a_call_for_e
     assert ops.calls == 2 * cp * (2 if cp == 1 else 3)
 
 
-def test_a_parent_without_children_is_in_no_call():
+def test_attention_parent_without_children_makes_no_call():
     """Two equal completions are all trunk."""
     stream = [Segment(start=0, end=8, length=8), Segment(start=8, end=16, length=8), Segment(start=16, end=20, length=4, parent=0),
               Segment(start=20, end=24, length=4), Segment(start=24, end=30, length=6)]  # fmt: skip
@@ -284,7 +284,7 @@ def test_a_parent_without_children_is_in_no_call():
 @pytest.mark.parametrize(("op", "backward_takes"), [
     ("_flash_attention_forward", 0), ("_flash_attention_backward", 3),
 ])  # fmt: skip
-def test_torchs_kernels_have_the_arguments_that_are_handed_to_them(op, backward_takes):
+def test_torch_attention_ops_have_the_expected_arguments(op, backward_takes):
     schema = getattr(torch.ops.aten, op).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     bounds = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
@@ -297,7 +297,7 @@ def test_torchs_kernels_have_the_arguments_that_are_handed_to_them(op, backward_
     assert [argument.name for argument in schema.arguments if argument.kwarg_only][0] == "scale"
 
 
-def test_a_kernel_is_tried_before_it_is_taken():
+def test_find_kernel_problem_detects_wrong_kernels():
     ops, cpu = Varlen(), torch.device("cpu")
 
     def fault(forward=ops.forward, backward=ops.backward):

@@ -59,7 +59,7 @@ def drawn(total: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("sizes", "chunk"), [(LONG, 64), (SHORT, 8), (SHORT, 16)], ids=["long", "chunks of 8", "chunks of 16"])
-def test_a_packed_stream_is_computed_as_its_sequences_are_token_by_token(sizes, chunk):
+def test_delta_rule_of_packed_stream_equals_token_by_token(sizes, chunk):
     stream = segments(sizes)
     inputs, total = drawn(stream[-1].end), stream[-1].end
     order = packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, chunk)
@@ -75,7 +75,7 @@ def test_a_packed_stream_is_computed_as_its_sequences_are_token_by_token(sizes, 
 
 
 @pytest.mark.parametrize("size", [1, 2, KERNEL])
-def test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent(size):
+def test_delta_net_convolution_restarts_per_segment_and_continues_from_parent(size):
     stream, channels = segments(SHORT), 6
     draw = torch.Generator().manual_seed(0)
     x, kernel = (torch.randn(*shape, dtype=torch.float64, generator=draw) for shape in ((stream[-1].end, channels), (channels, size)))
@@ -88,7 +88,7 @@ def test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent(siz
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-def test_context_parallel_ranks_exchange_tokens_in_the_order_of_the_stream(cp):
+def test_delta_net_context_parallel_ranks_exchange_tokens_in_stream_order(cp):
     stream = segments([(length * 2 * cp - 1, 1, parent) for length, _, parent in SHORT])
     stream[-1] = Segment(start=stream[-1].start, end=stream[-1].start + 2 * cp, length=0)
     order = packed_stream(stream, cp, 0, torch.from_numpy).recurrence(KERNEL, 8)
@@ -97,7 +97,7 @@ def test_context_parallel_ranks_exchange_tokens_in_the_order_of_the_stream(cp):
     assert np.arange(stream[-1].end)[order.to_ranks].tolist() == gathered.tolist()
 
 
-def test_a_stream_of_padding_alone_gives_zeros():
+def test_delta_rule_of_padding_gives_zeros():
     stream = [Segment(start=0, end=4, length=0)]
     inputs = drawn(4)
     out = gated_delta_rule(*inputs, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8))
@@ -120,7 +120,7 @@ def kernel_of_tokens(q, k, v, g, beta, *, scale, initial_state, output_final_sta
 
 
 @pytest.mark.parametrize("sizes", [LONG, SHORT], ids=["long", "short"])
-def test_a_kernel_of_one_wave_gives_outputs_and_gradients_of_the_plain_lines(sizes):
+def test_delta_rule_kernel_equals_torch_implementation(sizes):
     stream = segments(sizes)
     inputs, order = drawn(stream[-1].end), packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8)
     expected, actual = gated_delta_rule(*inputs, order), rule_by_kernel(*inputs, order, dtype=torch.float64, kernel=kernel_of_tokens)
@@ -141,12 +141,12 @@ def faulty(*inputs):
     (lambda q, k, v, decay, s, stream: gated_delta_rule(q, k, v, decay.detach() + (decay - decay.detach()) * 2, s, stream),
      "the gradient of decays by 1.0e+00"),
 ])  # fmt: skip
-def test_a_kernel_that_computes_something_else_is_not_used(rule, phrase):
+def test_delta_rule_kernel_with_wrong_result_is_rejected(rule, phrase):
     fault = fault_of_rule(rule, torch.bfloat16, 16, 24, torch.device("cpu"))
     assert fault is None if phrase is None else phrase in fault
 
 
-def test_the_plain_lines_are_used_where_the_kernel_does_not_serve():
+def test_delta_rule_falls_back_to_torch_without_kernel():
     assert "not float32, which it multiplies as TF32" in gpu_rule(torch.float32, 16, 24).lacks
     if find_spec("fla") is None:
         chosen = gpu_rule(torch.bfloat16, 16, 24)
@@ -163,9 +163,9 @@ LAYER, STREAM = (f"megatron_grpo.core.policy.{name}" for name in ("gated_delta_n
     (STREAM, "segment.start + min(first + chunk, segment.length))", "min(segment.start + first + chunk, segment.end))"),
     (STREAM, "index[segments[i].parent] for", "0 * index[segments[i].parent] for"),
 ], ids=["children begin anew", "no gradient to parents", "forgotten between chunks", "padding of a parent", "one parent"])  # fmt: skip
-def test_each_mistake_in_the_rule_is_seen(wrong):
+def test_delta_rule_tests_detect_planted_errors(wrong):
     with mistake(*wrong), pytest.raises((AssertionError, RuntimeError)):
-        test_a_packed_stream_is_computed_as_its_sequences_are_token_by_token(LONG, 64)
+        test_delta_rule_of_packed_stream_equals_token_by_token(LONG, 64)
 
 
 @pytest.mark.parametrize("wrong", [
@@ -174,9 +174,9 @@ def test_each_mistake_in_the_rule_is_seen(wrong):
      "last = np.arange(parent.end - parent.length, parent.end)"),
     (STREAM, "preceding = np.full(kernel - 1, total)", "preceding = np.arange(segment.start - kernel + 1, segment.start)"),
 ], ids=["a child begins anew", "padding of a parent is seen", "segments see each other"])  # fmt: skip
-def test_each_mistake_in_the_convolution_is_seen(wrong):
+def test_delta_net_convolution_tests_detect_planted_errors(wrong):
     with mistake(*wrong), pytest.raises(AssertionError):
-        test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent(KERNEL)
+        test_delta_net_convolution_restarts_per_segment_and_continues_from_parent(KERNEL)
 
 
 @pytest.mark.parametrize("wrong", [
@@ -185,6 +185,6 @@ def test_each_mistake_in_the_convolution_is_seen(wrong):
     (LAYER, "out.index_copy(0, wave.tokens, outputs", "out.index_copy(0, wave.tokens.flip(0), outputs"),
     (STREAM, "segments[i].start + segments[i].length) for i in numbers]", "segments[i].end) for i in numbers]"),
 ], ids=["children begin anew", "scaled twice", "outputs of others", "padding of a parent"])  # fmt: skip
-def test_each_mistake_around_the_kernel_is_seen(wrong):
+def test_delta_rule_kernel_tests_detect_planted_errors(wrong):
     with mistake(*wrong), pytest.raises((AssertionError, RuntimeError, TypeError)):
-        test_a_kernel_of_one_wave_gives_outputs_and_gradients_of_the_plain_lines(LONG)
+        test_delta_rule_kernel_equals_torch_implementation(LONG)

@@ -26,31 +26,31 @@ def allows(gradient_check: GradNormSpikeCheck, *norms: float) -> list[bool]:
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
-def test_a_norm_that_is_no_number_is_refused_and_its_reason_given(norm):
+def test_gradient_check_rejects_norm_that_is_not_finite(norm):
     gradient_check = GradNormSpikeCheck()
     assert not gradient_check.allows(GradientStats(step=7, norm=norm)) and gradient_check.reason == "its gradient is not finite"
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1e30])
-def test_without_a_bound_any_other_norm_may_be_used(norm):
+def test_gradient_check_without_bound_accepts_any_finite_norm(norm):
     gradient_check = GradNormSpikeCheck()
     assert gradient_check.allows(GradientStats(step=0, norm=norm)) is True and gradient_check.reason is None
 
 
-def test_a_norm_above_the_bound_is_refused_and_the_bound_itself_is_not():
+def test_gradient_check_rejects_norm_above_bound():
     gradient_check = GradNormSpikeCheck(max_norm=2.0)
     assert allows(gradient_check, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
     assert allows(gradient_check, 2.5) == [False] and gradient_check.reason == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
 
 
-def test_a_norm_is_held_against_the_median_once_there_are_enough():
+def test_gradient_check_compares_with_median_after_enough_steps():
     gradient_check = GradNormSpikeCheck(factor=3.0)
     assert allows(gradient_check, *[1.0] * (FEWEST - 1), 50.0) == [True] * FEWEST, "no median yet: the spike is the last of the few"
     assert allows(gradient_check, 3.0, 3.1) == [True, False]
     assert gradient_check.reason == "its gradient norm 3.1 is above 3 (skip_grad_norm_factor) x 1, the running median"
 
 
-def test_the_median_follows_if_all_norms_have_grown_and_forgets_what_is_old():
+def test_gradient_check_median_follows_recent_norms():
     gradient_check = GradNormSpikeCheck(factor=3.0)
     allows(gradient_check, *[1.0] * FEWEST)
     assert allows(gradient_check, *[10.0] * (FEWEST + 1)) == [False] * FEWEST + [True]
@@ -58,7 +58,7 @@ def test_the_median_follows_if_all_norms_have_grown_and_forgets_what_is_old():
     assert gradient_check.state() == {"norms": [10.0] * WINDOW}
 
 
-def test_steps_that_teach_nothing_and_norms_that_are_no_number_are_no_part_of_the_median():
+def test_gradient_check_median_excludes_zero_and_non_finite_norms():
     """The batch whose groups are all zero-std has a norm of 0; a median of 0 would refuse every other."""
     gradient_check = GradNormSpikeCheck(factor=3.0)
     allows(gradient_check, *[0.0] * 50, *[math.inf] * 50, *[2.0] * FEWEST)
@@ -66,7 +66,7 @@ def test_steps_that_teach_nothing_and_norms_that_are_no_number_are_no_part_of_th
 
 
 @given(st.lists(st.floats(1e-3, 1e3) | st.sampled_from([0.0, math.inf, math.nan]), max_size=300), st.integers(0, 300))
-def test_a_guard_that_is_restored_answers_as_the_one_that_was_saved(norms, at):
+def test_gradient_check_state_is_restored(norms, at):
     whole, first = GradNormSpikeCheck(max_norm=500.0, factor=2.0), GradNormSpikeCheck(max_norm=500.0, factor=2.0)
     begun = allows(first, *norms[:at])
     again = GradNormSpikeCheck(max_norm=500.0, factor=2.0)
@@ -75,7 +75,7 @@ def test_a_guard_that_is_restored_answers_as_the_one_that_was_saved(norms, at):
 
 
 @given(st.lists(st.floats(1e-3, 1e3), max_size=200))
-def test_the_answers_are_those_of_sorting_the_last_norms_by_hand(norms):
+def test_gradient_check_equals_naive_median(norms):
     gradient_check, answers = GradNormSpikeCheck(factor=2.0), []
     for place, norm in enumerate(norms):
         last = sorted(norms[max(0, place - WINDOW) : place])
@@ -85,7 +85,7 @@ def test_the_answers_are_those_of_sorting_the_last_norms_by_hand(norms):
     assert allows(gradient_check, *norms) == answers
 
 
-def test_refusals_are_counted_and_a_step_that_is_allowed_ends_the_row_of_them():
+def test_skip_counter_counts_total_and_consecutive_skips():
     skips = SkipCounter()
     for refused in (True, True, False, True):
         skips = skips.after(is_skipped=refused)
@@ -95,7 +95,7 @@ def test_refusals_are_counted_and_a_step_that_is_allowed_ends_the_row_of_them():
 PLACES = {(6, row): dict(rollout=6, row=row, prompt_number=50 + row, dataset_row=row) for row in range(20)}
 
 
-def test_a_refusal_names_rank_micro_batch_and_rows():
+def test_skipped_step_lines_name_rank_micro_batch_and_rows():
     bad_micro_batches = (
         BadMicroBatch(micro_batch=3, ranks=(1,), norm=math.inf, rows=((6, 5),), what="advantages"),
         BadMicroBatch(micro_batch=4, ranks=(0, 1), norm=12.5, rows=((6, 0), (6, 1))),
@@ -113,7 +113,7 @@ def test_a_refusal_names_rank_micro_batch_and_rows():
     assert (record["why"], record["in_a_row"], record["skipped_iterations"]) == ("its gradient is not finite", 1, 1)
 
 
-def test_of_many_rows_some_are_named():
+def test_skipped_step_lines_name_some_of_many_rows():
     skipped_step = SkippedStep(
         why="", skips=SkipCounter(), bad_micro_batches=(BadMicroBatch(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),)
     )
@@ -122,7 +122,7 @@ def test_of_many_rows_some_are_named():
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., micro-batch 0") and line.endswith("row 7 of the data set), ...")
 
 
-def test_what_does_not_happen_again_is_the_machines_and_weights_that_are_no_numbers_are_named_first():
+def test_skipped_step_lines_report_hardware_or_non_finite_weights():
     [line] = SkippedStep(why="", skips=SkipCounter(), ranks=(3,)).lines({})
     assert "not finite on rank 3, but finite when" in line and "check the hardware" in line
     [line] = SkippedStep(why="", skips=SkipCounter(), ranks=(0, 1), weights=((1, "decoder.w"),)).lines({})

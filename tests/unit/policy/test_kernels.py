@@ -17,25 +17,25 @@ def views(x):
     return x.split([2, 1], dim=1)[0]
 
 
-def test_the_norms_gradient_is_that_of_its_values():
+def test_rms_norm_passes_gradcheck():
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (drawn(3, 2, 5), drawn(5, seed=1)))
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(views(x), w, 1e-2), (drawn(3, 3, 5), drawn(5, seed=1)))
 
 
-def test_the_rotations_gradient_is_that_of_its_values():
+def test_rotate_passes_gradcheck():
     rotation = RotaryFactors.from_angles(drawn(3, 4, seed=1).detach())
     assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (drawn(3, 2, 8),))
     assert torch.autograd.gradcheck(lambda x: rotate(views(x), rotation), (drawn(3, 3, 8),))
 
 
-def test_swiglu_and_its_gradient_are_those_of_its_parts():
+def test_swiglu_equals_its_parts_and_passes_gradcheck():
     assert torch.autograd.gradcheck(swiglu, (drawn(3, 2, 10),))
     x = drawn(3, 2, 10)
     torch.testing.assert_close(swiglu(x), F.silu(x[..., :5]) * x[..., 5:])
     assert swiglu(x[:0]).shape == (0, 2, 5)
 
 
-def test_the_norm_is_torchs():
+def test_rms_norm_equals_torch():
     x, weight, grad = (drawn(*shape, dtype=torch.float32, seed=seed) for seed, shape in enumerate(((64, 1, 32), (32,), (64, 1, 32))))
     grad = grad.detach()
     found, wanted = rms_norm(x, weight, 1e-6), F.rms_norm(x, (32,), weight, 1e-6)
@@ -44,7 +44,7 @@ def test_the_norm_is_torchs():
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_bfloat16_norm_rounds_before_its_weight_as_samplers_do_and_its_gradient_is_as_good_as_torchs():
+def test_rms_norm_in_bfloat16_rounds_before_weight_as_samplers():
     x, weight, grad = (drawn(*shape, seed=seed).detach().bfloat16() for seed, shape in enumerate(((512, 2, 64), (64,), (512, 2, 64))))
     wide = x.float()
     by_hand = (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-6)).bfloat16() * weight
@@ -63,14 +63,14 @@ def test_a_bfloat16_norm_rounds_before_its_weight_as_samplers_do_and_its_gradien
         assert error < 2 * usual and error < 5e-3, f"{name}: {error:.1e}, torch's own {usual:.1e}"
 
 
-def test_rows_of_zeros_and_none_at_all_pass_through_the_norm():
+def test_rms_norm_of_zero_rows_and_of_no_rows():
     zeros = torch.zeros(2, 4, requires_grad=True)
     rms_norm(zeros, torch.ones(4), 1e-6).sum().backward()
     torch.testing.assert_close(zeros.grad, torch.full((2, 4), 1e3))  # 1 / sqrt(epsilon)
     assert rms_norm(zeros[:0], torch.ones(4), 1e-6).shape == (0, 4)
 
 
-def test_the_rotation_is_megatrons():
+def test_rotate_equals_megatron():
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     x, angles = drawn(16, 2, 8, dtype=torch.float32), drawn(16, 4, dtype=torch.float32, seed=1).detach() * 100
@@ -79,7 +79,7 @@ def test_the_rotation_is_megatrons():
     torch.testing.assert_close(rotate(x, RotaryFactors.from_angles(angles)), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_frozen_weight_costs_no_gradient():
+def test_rms_norm_with_frozen_weight_has_no_weight_gradient():
     x, weight = drawn(3, 5), drawn(5, seed=1).detach()
     rms_norm(x, weight, 1e-6).sum().backward()
     assert weight.grad is None and x.grad.norm() > 0

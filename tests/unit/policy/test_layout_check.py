@@ -30,7 +30,7 @@ def said(found) -> list[str]:
     (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "no latent attention"),
     (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "transformer_impl": "local"}, "Transformer Engine"),
 ])  # fmt: skip
-def test_refused(shape, settings, words):
+def test_layout_rejected_by_megatron_is_reported(shape, settings, words):
     (message,) = said(problems(config(**settings), shape))
     assert words in message
 
@@ -40,7 +40,7 @@ def test_refused(shape, settings, words):
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5, PP: 2},
 ])  # fmt: skip
-def test_allowed_without_experts(settings):
+def test_layout_without_experts_is_accepted(settings):
     assert problems(config(**settings), DENSE) == []
 
 
@@ -64,7 +64,7 @@ def test_units_of_uniform_recompute_must_divide_a_chunks_layers(layout, size, wo
     ({"optimizer_cpu_offload": True}, "no GPU found"),
     ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "not installed"),
 ])  # fmt: skip
-def test_what_this_machine_lacks_is_said_here_and_not_by_plan(settings, words):
+def test_machine_problems_are_not_reported_by_plan(settings, words):
     cfg = config(**settings)
     (message,) = said(machine_problems(cfg, has_gpu=False, has_transformer_engine=False))
     assert words in message

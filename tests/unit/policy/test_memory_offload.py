@@ -36,7 +36,7 @@ def sizes(tensors):
     return {role: [tensor.untyped_storage().nbytes() for tensor in its] for role, its in tensors.items()}
 
 
-def test_all_is_given_away_once_and_comes_back_under_the_same_tensors(held):
+def test_offload_frees_all_storages_and_restores_them_in_place(held):
     before = {role: [tensor.clone() for tensor in its] for role, its in held.items()}
     room = room_for(held)
     room.offload()
@@ -54,7 +54,7 @@ def test_all_is_given_away_once_and_comes_back_under_the_same_tensors(held):
     ("part", "there"),
     [("nothing", ()), ("weights", ("weights",)), ("reference", ("weights", "reference")), ("all", ROLES)],
 )
-def test_what_is_asked_for_comes_back_and_nothing_else(held, part, there):
+def test_offload_on_device_restores_only_the_requested_part(held, part, there):
     room = room_for(held)
     room.offload()
     with room.on_device(part):
@@ -65,7 +65,7 @@ def test_what_is_asked_for_comes_back_and_nothing_else(held, part, there):
                 room.require("all")
 
 
-def test_a_push_keeps_the_weights_and_masters_that_are_views_of_them(held):
+def test_offload_keep_weights_keeps_weights_and_their_views(held):
     room = room_for(held)
     room.offload(keep="weights")
     assert sizes(held) == {"weights": [40, 40], "reference": [0], "optimizer": [40, 0], "gradients": [0]}
@@ -73,7 +73,7 @@ def test_a_push_keeps_the_weights_and_masters_that_are_views_of_them(held):
     assert not any(map(any, sizes(held).values())) and room.offloaded_bytes == 146
 
 
-def test_only_what_may_leave_leaves(held):
+def test_offload_frees_only_the_configured_parts(held):
     room = room_for(held, ("optimizer",))
     room.offload()
     assert sizes(held) == {"weights": [40, 40], "reference": [14], "optimizer": [40, 0], "gradients": [20]}
@@ -82,7 +82,7 @@ def test_only_what_may_leave_leaves(held):
     assert still.offloaded_bytes == 0
 
 
-def test_memory_that_is_in_use_is_not_given_away(held):
+def test_offload_while_on_device_raises(held):
     room = room_for(held)
     with room.on_device("all"):
         with pytest.raises(RuntimeError, match="while all is in use"):
@@ -96,7 +96,7 @@ def test_memory_that_is_in_use_is_not_given_away(held):
         room.offload()
 
 
-def test_a_host_without_memory_leaves_the_policy_whole(held, monkeypatch):
+def test_offload_without_host_memory_keeps_device_tensors(held, monkeypatch):
     room = room_for(held)
     real = room._host_memory
 
@@ -113,7 +113,7 @@ def test_a_host_without_memory_leaves_the_policy_whole(held, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 32, 1 << 20])
-def test_storages_lie_across_pieces_of_host_memory_that_are_made_once(monkeypatch, chunk):
+def test_offload_host_chunks_are_allocated_once(monkeypatch, chunk):
     monkeypatch.setattr(room_module, "CHUNK", chunk)
     rng = torch.Generator().manual_seed(0)
     tensors = {"weights": [torch.rand(n, generator=rng, dtype=torch.float64) for n in (1, 4, 9, 0, 3)], "optimizer": [torch.rand(5)]}
@@ -132,7 +132,7 @@ def test_storages_lie_across_pieces_of_host_memory_that_are_made_once(monkeypatc
         assert torch.equal(tensors["optimizer"][1], torch.ones(6)) and room.offloaded_bytes == 17 * 8 + 44
 
 
-def test_the_time_of_the_way_there_and_back_is_told(held):
+def test_offload_time_is_recorded(held):
     timers = Timers()
     room = room_for(held, timers=timers)
     with timers("train"):

@@ -12,7 +12,7 @@ from megatron_grpo.core.policy.sharded_state import boxes
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), data=st.data())
-def test_boxes_are_the_run_element_for_element_and_as_few_as_promised(shape, data):
+def test_moment_boxes_cover_range_exactly_with_minimal_number(shape, data):
     numbers = np.arange(prod(shape)).reshape(shape)
     start = data.draw(st.integers(0, numbers.size))
     end = data.draw(st.integers(start, numbers.size))
@@ -23,7 +23,7 @@ def test_boxes_are_the_run_element_for_element_and_as_few_as_promised(shape, dat
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_middle_of_one_row_to_the_middle_of_another_is_three_boxes():
+def test_moment_boxes_of_range_across_rows_are_three():
     assert list(boxes(5, 18, (5, 4))) == [((1, 1), (1, 3)), ((2, 0), (2, 4)), ((4, 0), (1, 2))]
     assert list(boxes(5, 7, (5, 4))) == [((1, 1), (1, 2))]  # within a row
     assert list(boxes(4, 12, (5, 4))) == [((1, 0), (2, 4))]  # whole rows

@@ -27,7 +27,7 @@ def torch_adam(parameters):
 
 @pytest.mark.parametrize("kind", [FusedAdam, torch_adam, rounding])
 @pytest.mark.parametrize("earlier", [None, 3], ids=["new", "with another count in its groups"])
-def test_an_optimizer_goes_on_with_the_count_of_the_checkpoint(kind, earlier):
+def test_optimizer_step_count_is_restored_from_checkpoint(kind, earlier):
     parameter = torch.nn.Parameter(torch.ones(2))
     inner = kind([parameter])
     if earlier is not None:  # Megatron-Core leaves one there when it loads
@@ -40,7 +40,7 @@ def test_an_optimizer_goes_on_with_the_count_of_the_checkpoint(kind, earlier):
     assert steps_counted(whole) == 8
 
 
-def test_the_parts_of_a_hybrid_optimizer_keep_their_own_count(monkeypatch):
+def test_hybrid_optimizer_parts_restore_separate_step_counts(monkeypatch):
     """Before each step it gives its parts what its groups hold: a count in them would start each step anew."""
     monkeypatch.setattr(HybridDeviceOptimizer, "__init__", lambda self, params: torch.optim.Optimizer.__init__(self, params, {"lr": 1e-3}))
     parameter = torch.nn.Parameter(torch.ones(2))

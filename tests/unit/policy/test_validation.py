@@ -30,7 +30,7 @@ def refused(config: Config | None = None, shape: ModelShape = DEEPSEEK, **moe) -
     return [problem.message for problem in problems(config or Config(), shape)]
 
 
-def test_models_that_megatron_computes_pass():
+def test_models_supported_by_megatron_are_accepted():
     for name in ("qwen3_moe", "qwen3_moe_raw_weights", "mixtral", "deepseek_v3"):
         assert refused(shape=ModelShape.from_hf(config_of(name))) == []
     assert refused(num_groups=4, group_topk=4, topk=3) == []  # all groups: no choice among them
@@ -43,7 +43,7 @@ def test_models_that_megatron_computes_pass():
     ({"num_groups": 4, "group_topk": 2}, "(2 / 2 = 1)"),
     ({"score_function": "softmax", "topk": 1, "num_groups": None, "group_topk": None}, "cannot be trained"),
 ])  # fmt: skip
-def test_a_router_that_megatron_computes_otherwise_is_refused(changes, words):
+def test_router_unsupported_by_megatron_is_rejected(changes, words):
     (message,) = refused(**changes)
     assert words in message
 
@@ -92,7 +92,7 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     ("glm4_moe", {"transformer_impl": "transformer_engine"}, "partial rotary embedding"),
     ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
 ])  # fmt: skip
-def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes, words):
+def test_settings_unsupported_by_a_model_family_are_rejected(model, changes, words):
     shape = ModelShape.from_hf(config_of(model))
     (problem,) = problems(Config().with_values(changes), shape)
     assert words in problem.message and problems(Config(), shape) == []
@@ -114,7 +114,7 @@ def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_o
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "YaRN without attention_factor"),
     ],
 )
-def test_a_gpt_oss_that_vllm_would_sample_as_another_is_refused(changes, words):
+def test_gpt_oss_config_unsupported_by_vllm_is_rejected(changes, words):
     plain = config_of("gpt_oss")
     assert sampler_problems(ModelShape.from_hf(plain)) == [] == sampler_problems(ModelShape.from_hf(config_of("qwen3_moe")))
     (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
@@ -131,14 +131,14 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers"
     ("qwen2", {"head_dim": 32, "num_attention_heads": 4, "hidden_size": 64}, "(64 / 4) for the channels of a head"),
     ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1. Use a model with 2 or more"),
 ])  # fmt: skip
-def test_what_vllm_samples_otherwise_or_not_at_all_is_refused_on_any_machine(model, changes, words):
+def test_models_unsupported_by_vllm_are_rejected_on_any_machine(model, changes, words):
     plain = config_of(model) | {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "layer_types": None}
     assert sampler_problems(ModelShape.from_hf(plain)) == []
     (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
     assert words in problem.message
 
 
-def test_a_window_in_all_layers_or_in_none_is_sampled():
+def test_sliding_window_in_all_or_no_layers_is_accepted():
     windowed = config_of("qwen3") | WINDOWED | {"layer_types": None}
     for first in (0, 2):
         assert sampler_problems(ModelShape.from_hf(windowed | {"max_window_layers": first})) == []
@@ -161,7 +161,7 @@ def test_sizes_that_vllms_cpu_kernels_refuse_are_refused_before_the_model_is_loa
     assert words in problem.message
 
 
-def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
+def test_share_prefix_is_enabled_if_window_covers_longest_sequence():
     shape = ModelShape.from_hf(config_of("olmo3"))  # windows of 9 tokens
     short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
     assert decide(short, shape).min_saving_ratio == LEAST_SAVING
@@ -174,7 +174,7 @@ def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
 @pytest.mark.parametrize("name", [
     "NemotronHForCausalLM", "DeepseekV32ForCausalLM"
 ])  # fmt: skip
-def test_families_that_are_known_and_missing_are_refused_by_name_with_what_is_missing(name):
+def test_unsupported_model_families_are_rejected_with_missing_feature(name):
     with pytest.raises(ConfigError, match=f"the architecture {name} is not supported: .*(Mamba-2|sparse attention)"):
         ModelShape.from_hf({**config_of("qwen3"), "architectures": [name]})
 
@@ -182,7 +182,7 @@ def test_families_that_are_known_and_missing_are_refused_by_name_with_what_is_mi
 DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
 
 
-def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off():
+def test_share_prefix_with_dropout_is_rejected_and_auto_disables_it():
     dense = ModelShape.from_hf(config_of("qwen3"))
     (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prefix": "true"}), dense)
     assert "lora_dropout (0.1) would use one dropout mask for all copies of a prompt" in problem.message
@@ -193,7 +193,7 @@ def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto
 
 
 @pytest.mark.parametrize("impl", ["auto", "local", "transformer_engine"])
-def test_prompts_are_shared_whatever_the_layers_are(impl):
+def test_share_prefix_is_enabled_for_every_layer_kind(impl):
     dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
     assert decide(cfg, dense).min_saving_ratio == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prefix": "true"}), dense) == []
 
@@ -209,7 +209,7 @@ WIDE = config_of("qwen3") | dict(hidden_size=512, intermediate_size=1024, num_at
     ({"torch_dtype": "float32"}, "needs torch_dtype bfloat16, not float32"),
     ({"tensor_model_parallel_size": 16, "fp8_recipe": "blockwise"}, "multiples of 128, but query, key and value rows per rank (160)"),
 ])  # fmt: skip
-def test_fp8_is_refused_where_it_cannot_be_computed(changes, words):
+def test_fp8_with_unsupported_settings_is_rejected(changes, words):
     found = [
         problem.message for problem in problems(Config().with_values(FP8 | changes), ModelShape.from_hf(WIDE)) if "fp8" in problem.message
     ]
@@ -230,7 +230,7 @@ def test_fp8_is_refused_on_a_machine_without_it(has_gpu, has_te, capability, rec
     assert bool(found) == (words is not None)
 
 
-def test_the_tokens_of_a_rank_are_rounded_up_for_fp8_and_for_whoever_asks():
+def test_sequence_alignment_is_rounded_up_for_fp8_and_pad_to_multiple_of():
     assert rank_multiple(Config()) == 1
     assert rank_multiple(Config().with_values(FP8)) == 16
     assert rank_multiple(Config().with_values(FP8 | {"fp8_recipe": "blockwise", "pad_to_multiple_of": 48})) == 384
@@ -249,16 +249,16 @@ def test_a_host_optimizer_that_is_not_distributed_is_refused():
     ("bfloat16", 128, None), ("float16", 256, None), ("bfloat16", 192, None),
     ("float32", 128, "not float32"), ("bfloat16", 264, "up to 256"), ("bfloat16", 100, "multiples of 8"),
 ])  # fmt: skip
-def test_flash_attention_takes_half_precision_and_heads_of_up_to_256_channels(dtype, channels, words):
+def test_flash_attention_supports_half_precision_and_256_channels(dtype, channels, words):
     assert (words is None and flash_obstacle(dtype, channels) is None) or words in flash_obstacle(dtype, channels)
 
 
-def test_the_heads_of_latent_attention_are_those_of_its_queries():
+def test_attention_channels_of_latent_attention_are_those_of_queries():
     assert attention_channels(DEEPSEEK) == DEEPSEEK.mla.qk_head_dim + DEEPSEEK.mla.qk_pos_emb_head_dim
     assert attention_channels(ModelShape.from_hf(config_of("qwen3"))) == ModelShape.from_hf(config_of("qwen3")).head_dim
 
 
-def test_equal_bits_are_refused_for_what_has_not_been_compared():
+def test_bitwise_parity_is_rejected_for_unverified_settings():
     def said(shape, **values):
         return [problem.message for problem in find_parity_problems(Config().with_values({"bitwise_parity": True, **values}), shape)]
 
@@ -301,13 +301,13 @@ def test_equal_bits_are_refused_for_what_has_not_been_compared():
      "router_replay_mode R3: vLLM returns routed experts with prefix caching only, which it does not support for Qwen3NextForCausalLM. Use "
      "R2 or disabled."),
 ])  # fmt: skip
-def test_what_a_hybrid_does_not_support_is_refused(model, settings, message):
+def test_hybrid_models_with_unsupported_settings_are_rejected(model, settings, message):
     shape = ModelShape.from_hf(config_of(model))
     assert [problem.message for problem in problems(Config().with_values(settings), shape)] == [message]
     assert problems(Config(), shape) == []
 
 
-def test_a_qwen3_next_with_tied_embeddings_is_refused_for_its_sampler():
+def test_qwen3_next_with_tied_embeddings_is_rejected():
     tied = {"tie_word_embeddings": True}
     (problem,) = sampler_problems(ModelShape.from_hf(config_of("qwen3_next_moe") | tied))
     assert problem.message == (
@@ -318,7 +318,7 @@ def test_a_qwen3_next_with_tied_embeddings_is_refused_for_its_sampler():
 
 
 @pytest.mark.parametrize(("model", "part"), [("deepseek_v3", "multi-latent attention of Deep"), ("minimax_m2", "the router of MiniMax")])
-def test_what_vllm_does_not_sample_on_a_cpu_is_refused_there(model, part):
+def test_models_unsupported_by_vllm_on_cpu_are_rejected_on_cpu(model, part):
     shape = ModelShape.from_hf(config_of(model))
     (problem,) = sampler_problems(shape, on_cpu=True)
     assert problem.message.startswith(f"model: vLLM 0.32 has no correct CPU kernel for {part}") and sampler_problems(shape) == []
