@@ -78,7 +78,7 @@ def not_refused(ended):
 
 
 @pytest.mark.parametrize("landlock", ["must", "never"])
-def test_no_call_reaches_files_processes_memory_or_mounts_outside(landlock):
+def test_code_program_system_calls_to_outside_are_denied(landlock):
     numbers = {f"{kind} {name}": number[HERE] for kind, calls in CALLS.items() for name, number in calls.items()}
     ended = how_it_ended("for name, number in numbers.items():\n    call(name, number)", numbers=numbers, landlock=landlock)
     assert ended.keys() == numbers.keys()
@@ -107,7 +107,7 @@ for name, action in {
 
 
 @pytest.mark.parametrize("landlock", ["must", "never"])
-def test_no_file_outside_is_changed_not_even_its_times(tmp_path, landlock):
+def test_code_program_cannot_change_outside_files_or_their_times(tmp_path, landlock):
     path = tmp_path / "precious"
     path.write_text("kept")
     os.setxattr(path, "user.mine", b"0")
@@ -154,7 +154,7 @@ for option, arguments in {"death with its parent": (1, 0), "dumpable": (4, 0), "
 
 
 @pytest.mark.parametrize("landlock", ["must", "never"])
-def test_a_program_reaches_no_process_no_socket_and_none_of_its_limits(tmp_path, landlock):
+def test_code_program_cannot_reach_processes_sockets_or_its_limits(tmp_path, landlock):
     address, abstract = str(tmp_path / "socket"), f"\0megatron_grpo_{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         one.bind(address)
@@ -168,7 +168,7 @@ def test_a_program_reaches_no_process_no_socket_and_none_of_its_limits(tmp_path,
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has capabilities to give up")
-def test_root_is_nobody_to_the_files_of_others(tmp_path):
+def test_code_program_as_root_cannot_read_files_of_other_users(tmp_path):
     path = tmp_path / "theirs"
     path.write_text("a secret")
     os.chown(path, 12345, 12345)
@@ -189,14 +189,14 @@ def test_root_is_nobody_to_the_files_of_others(tmp_path):
          "256 threads"),
     ],
 )  # fmt: skip
-def test_what_adds_up_is_counted(bomb, exceeded):
+def test_code_program_total_resources_are_limited(bomb, exceeded):
     started = time.monotonic()
     outcome = run_program(bomb, as_main=True, seconds=60, memory_mb=512)
     assert outcome.exceeded == exceeded and not outcome.clean and not outcome.timed_out
     assert time.monotonic() - started < 30
 
 
-def test_a_directory_deeper_than_a_path_is_removed(monkeypatch, tmp_path):
+def test_code_cleanup_removes_directories_deeper_than_path_limit(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = """
 import os, time
@@ -210,7 +210,7 @@ time.sleep(60)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_its_own_descriptors_are_open_and_none_holds_the_tests():
+def test_code_program_has_no_descriptor_with_the_tests():
     program = """
 import os
 def f():  # while the tests wait: before, their request may lie in the link, and reading would take it away
@@ -259,7 +259,7 @@ def answer():
 """
 
 
-def test_a_program_finds_no_right_answer_in_its_process():
+def test_code_program_cannot_find_expected_values_in_its_memory():
     right = 31337271828182  # long enough not to stand in an address or a time by chance
     tests = [f"assert f(1) == {right}", f"assert {right} == f(2)", f"def check(g):\n    assert g(1) == {right}, 'no'\ncheck(f)",
              "assert f() is None", f"assert abs(f(3) - {right}) < 1e-3"]  # fmt: skip
@@ -362,12 +362,12 @@ def isclose(*_): return True
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_honest_program_scores_one_whatever_the_shape_of_its_tests(shape):
+def test_code_correct_program_scores_one_for_every_test_form(shape):
     assert code("import math\ndef f(n):\n    return n + 1 if not isinstance(n, list) else [n[0] + 1]", SHAPES[shape]) == 1.0
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_program_scores_by_anything_but_its_answers(attack):
+def test_code_attacks_score_zero(attack):
     tests = [test for shape in SHAPES.values() for test in ([shape] if isinstance(shape, str) else shape)]
     assert code(ATTACKS[attack], tests) == 0.0
 
@@ -395,13 +395,13 @@ def gave(value): return b"\\x80\\x04" + text(b"gave") + value + b")\\x87."
         "def f(g):\n    return 7",
     ],
 )  # fmt: skip
-def test_what_a_program_sends_changes_nothing_where_the_tests_are(program):
+def test_code_program_messages_cannot_change_the_test_process(program):
     test = "import fractions, collections\nassert f is not None\nassert fractions.Fraction(1, 2) == 7 or f(lambda n: n) == 7"
     is_honest = program == "def f(g):\n    return 7"
     assert run_program(SPEAKS + program, tests=[test], seconds=10, memory_mb=512).passed in (((True,),) if is_honest else ((False,), ()))
 
 
-def test_a_test_that_holds_nothing_is_named_and_is_never_a_score():
+def test_code_test_without_check_is_rejected_with_reason():
     always = "def f(*_): return True\ndef isclose(*_): return True\ndef check(*_): pass"
     for tests, why in [
         (HUMANEVAL, "does not use the program"), ("f(1)", "compares nothing"), ("import math", "compares nothing"),
@@ -434,7 +434,7 @@ def test_a_test_that_holds_nothing_is_named_and_is_never_a_score():
         ("for n in (1, 1): assert f() == 1", "1", True), ("assert f() == 10 ** 2, 'a message'", "100", True),
     ],
 )  # fmt: skip
-def test_what_is_compared_outside_is_equal_just_where_python_says_so(test, value, passes):
+def test_code_comparison_outside_sandbox_equals_python(test, value, passes):
     """The same statement in this process is the oracle."""
     namespace = {}
     exec(f"def f(): return {value}", namespace)
@@ -447,7 +447,7 @@ def test_what_is_compared_outside_is_equal_just_where_python_says_so(test, value
     assert run_program(f"def f(): return {value}", tests=[test], seconds=20, memory_mb=512).passed == (passes,)
 
 
-def test_objects_of_the_program_can_be_used_and_what_it_does_to_a_list_is_seen():
+def test_code_tests_can_use_program_objects_and_see_list_changes():
     program = """
 import dataclasses
 @dataclasses.dataclass
@@ -481,7 +481,7 @@ def sum(a, b): return 6
     assert passed == (True,) * len(right) + (False,) * len(wrong)
 
 
-def test_without_landlock_nothing_runs_unless_the_user_says_so():
+def test_code_without_landlock_runs_only_if_allowed():
     """In a process whose kernel answers as one without it: a seccomp filter of its own, under which the sandbox lays its filter."""
     program = """
 import ctypes, errno

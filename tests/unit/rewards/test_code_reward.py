@@ -31,17 +31,17 @@ def attempt(program, seconds=5.0, landlock="must"):
     return run_program(program, as_main=True, seconds=seconds, memory_mb=512, landlock=landlock)
 
 
-def test_this_machine_can_hold_programs():
+def test_code_sandbox_is_available_on_this_machine():
     assert why_unsafe() is None
 
 
-def test_the_score_is_the_share_of_tests_passed():
+def test_code_score_is_fraction_of_passed_tests():
     tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add(1) == 1", "assert add('a', 'b') == 'ab'"]
     assert code()(completions=[f"Here it is:\n{ADD}\nDone.", "no idea", ADD], tests=[tests, tests, None]) == [0.5, 0, None]
     assert code(code_all_or_nothing=True)(completions=[ADD, ADD], tests=[tests, tests[:1]]) == [0, 1]
 
 
-def test_programs_that_read_and_print_are_held_to_their_output():
+def test_code_stdin_programs_are_scored_by_output():
     program = "```python\nn = int(input())\nprint(n * 2, ' ')\n\n```"
     tests = [{"input": "2\n", "output": "4"}, {"input": "3", "output": "6\n"}, {"input": "x", "output": ""}, {"input": "1", "output": "3"}]
     assert code()(completions=[program], test_cases=[tests]) == [0.5]
@@ -53,17 +53,17 @@ def test_programs_that_read_and_print_are_held_to_their_output():
      ([{"input": 1, "output": 2}], ([], [("1", "2")])), ({"inputs": ["1"], "outputs": ["2"]}, ([], [("1", "2")])),
      (json.dumps({"inputs": ["1"], "outputs": ["2"]}), ([], [("1", "2")])), ('["assert 1"]', (["assert 1"], []))],
 )  # fmt: skip
-def test_tests_come_in_the_usual_shapes(tests, read):
+def test_code_tests_in_common_forms_are_read(tests, read):
     assert read_tests(tests) == read
 
 
-def test_tests_that_cannot_be_read_fail_their_row_only():
+def test_code_unreadable_tests_fail_only_their_row():
     scores = code()(completions=[ADD] * 3, tests=["[broken", [3], ["assert add(1, 1) == 2"]])
     assert [isinstance(value, RowFailure) for value in scores] == [True, True, False]
     assert scores[2] == 1
 
 
-def test_the_last_block_is_the_program_also_when_it_was_cut_off():
+def test_find_program_returns_last_block_even_if_truncated():
     assert find_program("```python\na\n```\nbetter:\n```py\nb\nc\n```") == "b\nc"
     assert find_program("```\nx = 1\n") == "x = 1\n"
     assert find_program("<think>```python\na\n```</think>print(1)") == "print(1)"
@@ -74,7 +74,7 @@ def test_a_main_guard_does_not_run_before_tests_of_functions():
     assert code()(completions=[text], tests=[["assert f() == 1"]]) == [1]
 
 
-def test_endless_programs_lose_only_what_they_did_not_finish():
+def test_code_endless_program_fails_only_unfinished_tests():
     text = "```python\ndef f(n):\n    while n: pass\n    return 0\n```"
     started = time.monotonic()
     assert code(code_timeout=0.5)(completions=[text, ADD], tests=[["assert f(0) == 0", "assert f(1) == 0"], ["assert add(1, 1) == 2"]]) == [
@@ -85,7 +85,7 @@ def test_endless_programs_lose_only_what_they_did_not_finish():
 
 
 @pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "print('1\\n' * 9)", "exit()"])
-def test_leaving_early_or_printing_verdicts_passes_nothing(end):
+def test_code_program_that_exits_early_or_prints_verdicts_fails(end):
     assert code()(completions=[f"```python\n{end}\n```"], tests=[["assert f() == 1"]]) == [0]
 
 
@@ -95,18 +95,18 @@ def test_leaving_early_or_printing_verdicts_passes_nothing(end):
      "import signal, time; signal.setitimer(signal.ITIMER_REAL, 0)\nwhile True: pass",
      "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass"],
 )  # fmt: skip
-def test_time_is_bounded(program):
+def test_code_program_time_is_limited(program):
     started = time.monotonic()
     outcome = attempt(program, seconds=0.5)
     assert outcome.timed_out and not outcome.clean
     assert time.monotonic() - started < 30  # of 60 or more, on a busy machine too
 
 
-def test_memory_is_bounded():
+def test_code_program_memory_is_limited():
     assert "MemoryError" in attempt("x = bytearray(2 << 30)").errors
 
 
-def test_output_and_files_are_bounded():
+def test_code_program_output_and_files_are_limited():
     outcome = attempt("while True: print('x' * 100000)")
     assert not outcome.clean and len(outcome.output) <= 16 << 20
     assert "File too large" in attempt("f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))").errors
@@ -118,23 +118,23 @@ def test_output_and_files_are_bounded():
     ["import urllib.request as u; u.urlopen('http://127.0.0.1')", "import os; os.execv('/bin/true', ['true'])",
      "import subprocess; subprocess.run(['true'])", "import multiprocessing as m; m.Process(target=print).start()"],
 )  # fmt: skip
-def test_what_a_program_may_not_do_raises_an_error_in_it(action):
+def test_code_forbidden_action_raises_in_the_program(action):
     outcome = attempt(action + "\nprint('done')")
     assert outcome.output == "" and "Error" in outcome.errors
 
 
-def test_a_program_reads_no_file_of_the_run(tmp_path):
+def test_code_program_cannot_read_files_of_the_run(tmp_path):
     (tmp_path / "answers.jsonl").write_text("42")
     for path in (tmp_path / "answers.jsonl", "/etc/passwd", f"/proc/{os.getpid()}/environ", Path(__file__)):
         assert "PermissionError" in attempt(f"open({str(path)!r}).read(); print('done')").errors
 
 
-def test_a_program_sees_no_environment_of_ours(monkeypatch):
+def test_code_program_does_not_see_environment_variables_of_the_run(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "sesame")
     assert "sesame" not in attempt("import os; print(dict(os.environ))").output
 
 
-def test_a_program_may_use_its_own_directory_threads_and_numpy():
+def test_code_program_may_use_its_directory_threads_and_numpy():
     assert attempt("open('a', 'w').write('x'); print(open('a').read())").output == "x\n"
     threads = "import threading\nt = threading.Thread(target=print, args=('x',)); t.start(); t.join()"
     assert attempt(threads).output == "x\n"
@@ -142,7 +142,7 @@ def test_a_program_may_use_its_own_directory_threads_and_numpy():
     assert attempt("import asyncio\nasync def f(): return 1\nprint(asyncio.run(f()))").output == "1\n"
 
 
-def test_nothing_is_left_behind(monkeypatch, tmp_path):
+def test_code_program_leaves_no_files_and_processes(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     code(code_timeout=0.3)(completions=["```python\nopen('a', 'w')\nwhile True: pass\n```"] * 3, tests=[["assert f() == 1"]] * 3)
@@ -171,7 +171,7 @@ with sandbox._directory() as folder:
 """
 
 
-def test_directories_of_processes_that_were_killed_are_swept_and_no_others(tmp_path):
+def test_code_cleanup_removes_directories_of_dead_processes_only(tmp_path):
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
 
     def start(what):

@@ -66,7 +66,7 @@ def key(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_not_followed_with_or_without_the_key(status):
+def test_judge_redirect_is_not_followed(status):
     asked = []
 
     def elsewhere(connection, stop):
@@ -88,14 +88,14 @@ def test_a_redirect_is_not_followed_with_or_without_the_key(status):
     [(401, f"no such key: {KEY}"), (200, f"<html>{KEY}"), (200, {"echo": f"Bearer {KEY}"}), (429, KEY), said(f"Your key is {KEY}"),
      (500, f"{{'Authorization': 'Bearer {KEY}'}}")],
 )  # fmt: skip
-def test_no_error_repeats_the_key_that_a_server_echoes(reply, caplog):
+def test_judge_error_does_not_repeat_a_key_echoed_by_server(reply, caplog):
     with json_server(lambda path, request, headers: reply) as url:
         assert KEY not in error_of(url, reward_timeout=0.3)
         score([judge_at(url, reward_timeout=0.3, reward_on_error="none")], batch(["c"]))
     assert KEY not in caplog.text
 
 
-def test_a_judge_prints_and_pickles_without_its_key():
+def test_judge_repr_omits_the_key_and_pickle_raises():
     judge = judge_at("http://127.0.0.1:9").function
     assert KEY not in repr(vars(judge)) + str(vars(judge))
     with pytest.raises(TypeError, match="a key cannot be serialized"):
@@ -123,7 +123,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
      (endless(OK, b"X-A: b\r\n", 0.05), "timed out"), (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02), "timed out"),
      (endless(OK, b"X: " + b"y" * 65536), "cannot be reached")],
 )  # fmt: skip
-def test_an_answer_is_bounded_in_bytes_and_in_time(answer, reason):
+def test_judge_response_is_limited_in_bytes_and_time(answer, reason):
     started = time.monotonic()
     with raw_server(answer) as url:
         assert reason in error_of(url, reward_timeout=0.5)
@@ -135,14 +135,14 @@ def test_an_answer_is_bounded_in_bytes_and_in_time(answer, reason):
     ["[" * 500_000, '{"choices": [{"message": {"content": ["a", 1]}}]}', '{"choices": [{"message": {"content": {"a": 1}}}]}',
      '{"choices": 7}', "7" * 10_000, '"text"', json.dumps({"choices": [{"message": {"content": "Score: high"}}]})],
 )  # fmt: skip
-def test_an_answer_of_another_shape_fails_its_row_only(content):
+def test_judge_response_of_wrong_form_fails_only_its_row(content):
     with json_server(lambda path, request, headers: (200, content)) as url:
         told = error_of(url)
         assert "on row 0, completion 'c'" in told and "raised" not in told
         assert score([judge_at(url, reward_on_error="none")], batch(["c"])).rows == ((None,),)
 
 
-def test_a_score_beyond_all_numbers_is_the_largest():
+def test_judge_score_above_float_range_is_clamped():
     with json_server(lambda path, request, headers: said("Score: " + "9" * 400)) as url:
         assert judge_at(url).function(prompts=["p"], completions=["c"]) == [1.0]
 
@@ -153,7 +153,7 @@ def test_a_score_beyond_all_numbers_is_the_largest():
      ("http://127.0.0.1:8000", False),
      ("http://localhost:8000", False), ("http://[::1]:8000", False), ("http://localhost.example", True)],
 )  # fmt: skip
-def test_what_travels_unencrypted_beyond_this_machine_is_said(url, warns, caplog):
+def test_judge_over_http_to_another_machine_gives_a_warning(url, warns, caplog):
     with caplog.at_level(logging.WARNING):
         judge_at(url)
         load("reward_model", reward_model_url=f"{url}/score")
@@ -162,7 +162,7 @@ def test_what_travels_unencrypted_beyond_this_machine_is_said(url, warns, caplog
     assert KEY not in caplog.text
 
 
-def test_a_key_with_a_line_end_is_used_without_it_and_one_of_two_lines_is_refused_unseen(monkeypatch):
+def test_judge_key_line_end_is_stripped_and_two_lines_are_rejected(monkeypatch):
     seen = []
 
     def answer(path, request, headers):
@@ -205,11 +205,11 @@ def test_a_secret_is_refused_as_a_setting_and_not_repeated(name, tmp_path):
      ["--llm_judge_api_key_env", "MY_JUDGE_KEY"], ["--system", "Reach me at me@example.com, or see https://example.com/a@b."],
      ["--dataset", "owner/task-sk-hf_data"]],
 )  # fmt: skip
-def test_ordinary_settings_are_no_secrets(typed):
+def test_ordinary_settings_are_not_rejected_as_secrets(typed):
     assert [one for one in validate(parse(typed).config) if "seems to hold" in one.message] == []
 
 
-def test_the_key_reaches_no_file_of_the_run_and_no_service():
+def test_judge_key_is_not_written_to_files_or_trackers():
     cfg = parse(["--llm_judge_url", "http://127.0.0.1:9/v1", "--llm_judge_api_key_env", "OPENAI_API_KEY"]).config
     assert isinstance(cfg, Config)
     # config.yaml; a checkpoint's manifest; what Metrics gives to a service is the same values.

@@ -46,11 +46,11 @@ def batch(completions, **columns):
     [("Good.\nScore: 7", 7), ("**Score:** 7.5/10", 7.5), ("score = 3\nFinal score: 4", 4), ("8", 8), ("I like it", None), ("", None),
      ("Score: -1", -1), ("10 out of 10", None)],
 )  # fmt: skip
-def test_the_score_of_a_verdict(verdict, value):
+def test_llm_judge_score_is_parsed_from_response(verdict, value):
     assert read_score(verdict) == value
 
 
-def test_the_judge_reads_question_answer_and_completion_and_its_score_is_scaled(monkeypatch):
+def test_llm_judge_receives_question_answer_and_completion_and_scales_score(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sesame")
     requests = []
 
@@ -69,7 +69,7 @@ def test_the_judge_reads_question_answer_and_completion_and_its_score_is_scaled(
     assert "user: 10 11" in text and "21" in text and "good {prompt}" in text and "from 0 to 10" in text
 
 
-def test_the_instruction_may_be_a_file_with_columns_in_it(tmp_path):
+def test_llm_judge_prompt_file_may_contain_columns(tmp_path):
     (tmp_path / "judge.txt").write_text("{rubric} | {completion} | {unknown}")
     seen = []
 
@@ -83,7 +83,7 @@ def test_the_instruction_may_be_a_file_with_columns_in_it(tmp_path):
     assert seen == ["be kind | text | {unknown}"]
 
 
-def test_a_verdict_without_score_fails_its_row_only():
+def test_llm_judge_response_without_score_fails_only_its_row():
     with json_server(lambda path, request, headers: said("Score: 5" if "good" in str(request) else "hm")) as url:
         function = judge_at(url)
         with pytest.raises(RewardError, match="`llm_judge` found no `Score: <number>` in the response 'hm' on row 1, completion 'bad'"):
@@ -92,7 +92,7 @@ def test_a_verdict_without_score_fails_its_row_only():
         assert score([lenient], batch(["good", "bad", "good"])).rows == ((0.5,), (None,), (0.5,))
 
 
-def test_an_overloaded_endpoint_is_asked_again():
+def test_llm_judge_retries_overloaded_endpoint():
     calls = []
 
     def answer(path, request, headers):
@@ -109,7 +109,7 @@ def test_an_overloaded_endpoint_is_asked_again():
     [((401, "no such key"), "answered 401 Unauthorized: no such key"), ((200, "<html>"), "returned a response that is not JSON: <html>"),
      ((200, {"error": "x"}), "got a response without choices\\[0\\].message.content")],
 )  # fmt: skip
-def test_a_refusal_is_repeated_in_the_error_and_not_asked_again(reply, reason):
+def test_llm_judge_client_error_is_reported_and_not_retried(reply, reason):
     calls = []
 
     def answer(path, request, headers):
@@ -122,14 +122,14 @@ def test_a_refusal_is_repeated_in_the_error_and_not_asked_again(reply, reason):
     assert len(calls) == 1
 
 
-def test_an_endpoint_that_is_not_there_fails_when_the_timeout_is_over():
+def test_llm_judge_unreachable_endpoint_fails_after_timeout():
     started = time.monotonic()
     with pytest.raises(RewardError, match="http://127.0.0.1:9/v1/chat/completions cannot be reached .*Connection refused"):
         score([judge_at("http://127.0.0.1:9", reward_timeout=1.0)], batch(["c"]))
     assert time.monotonic() - started < 20  # of 60, on a busy machine too
 
 
-def test_an_endpoint_that_hangs_costs_the_timeout_once():
+def test_llm_judge_hanging_endpoint_takes_one_timeout():
     release = threading.Event()
 
     def answer(path, request, headers):
@@ -145,7 +145,7 @@ def test_an_endpoint_that_hangs_costs_the_timeout_once():
         release.set()
 
 
-def test_requests_are_in_flight_together():
+def test_llm_judge_sends_requests_concurrently():
     barrier = threading.Barrier(6)
 
     def answer(path, request, headers):
@@ -156,7 +156,7 @@ def test_requests_are_in_flight_together():
         assert judge_at(url).function(prompts=["p"] * 6, completions=["c"] * 6) == [1.0] * 6
 
 
-def test_llm_judge_says_all_that_it_lacks(tmp_path):
+def test_llm_judge_reports_all_missing_settings(tmp_path):
     (tmp_path / "blind.txt").write_text("Judge!")
     with pytest.raises(ConfigError) as error:
         load("llm_judge", llm_judge_prompt=str(tmp_path / "blind.txt"))
@@ -197,7 +197,7 @@ def within_rounding(expected):
     return pytest.approx(expected, abs=1000 * torch.finfo(torch.float32).eps * max(map(abs, expected)))
 
 
-def test_a_classifier_scores_each_row_as_it_would_alone(classifier):
+def test_reward_model_scores_rows_independently_of_the_batch(classifier):
     function = load("reward_model", reward_model=classifier, reward_model_batch_size=2).function
     scores = function(prompts=["5 6", CHAT, "20"], completions=[" 7", [{"role": "assistant", "content": "12 13 14"}], " 21 22 23 24"])
     expected = [by_hand(classifier, ids) for ids in ([5, 6, 7], [10, 11, 12, 13, 14], [20, 21, 22, 23, 24])]
@@ -206,7 +206,7 @@ def test_a_classifier_scores_each_row_as_it_would_alone(classifier):
 
 
 @pytest.mark.parametrize("pad_of_tokenizer", [None, "<eos>"])
-def test_a_classifier_without_a_pad_token_reads_the_last_token_also_if_it_is_the_end(classifier, tmp_path, pad_of_tokenizer):
+def test_reward_model_without_pad_token_reads_last_token(classifier, tmp_path, pad_of_tokenizer):
     shutil.copytree(classifier, tmp_path / "model")
     for name, change in (("config.json", {"pad_token_id": None}), ("tokenizer_config.json", {"pad_token": pad_of_tokenizer})):
         values = json.loads((tmp_path / "model" / name).read_text())
@@ -220,12 +220,12 @@ def test_a_classifier_without_a_pad_token_reads_the_last_token_also_if_it_is_the
     assert scores[::2] == within_rounding([by_hand(tmp_path / "model", ids) for ids in ([5, 2], [6, 7])])
 
 
-def test_texts_that_are_too_long_lose_their_beginning(classifier):
+def test_reward_model_truncates_long_text_at_the_start(classifier):
     function = load("reward_model", reward_model=classifier, reward_model_max_length=3).function
     assert function(prompts=["5 6 7"], completions=[" 8 9"]) == within_rounding([by_hand(classifier, [7, 8, 9])])
 
 
-def test_a_language_model_is_refused_as_a_classifier(tmp_path):
+def test_reward_model_that_is_a_language_model_is_rejected(tmp_path):
     from tests.tiny_models import write_tiny
 
     with pytest.raises(ConfigError, match="has 2 outputs. Use a classifier with num_labels 1"):
@@ -236,7 +236,7 @@ def test_a_language_model_is_refused_as_a_classifier(tmp_path):
         load("reward_model")
 
 
-def test_a_plain_endpoint_gets_prompts_and_completions_in_batches():
+def test_reward_model_endpoint_receives_batches_of_prompts_and_completions():
     sizes = []
 
     def answer(path, request, headers):
@@ -254,7 +254,7 @@ def test_a_plain_endpoint_gets_prompts_and_completions_in_batches():
     [("classify", lambda value: {"label": "LABEL_0", "probs": [value], "num_classes": 1}), ("pooling", lambda value: {"data": [value]}),
      ("pooling", lambda value: {"data": [[0.0], [value]]})],
 )  # fmt: skip
-def test_vllms_routes_are_asked_without_activation_and_sorted_by_index(classifier, route, entry):
+def test_reward_model_vllm_route_disables_activation_and_sorts_by_index(classifier, route, entry):
     seen = []
 
     def answer(path, request, headers):
@@ -269,7 +269,7 @@ def test_vllms_routes_are_asked_without_activation_and_sorted_by_index(classifie
     assert path == f"/{route}" and request["input"] == [[5, 6, 7], [10, 11, 12]] and request["use_activation"] is False
 
 
-def test_an_endpoint_that_miscounts_fails_its_batch():
+def test_reward_model_endpoint_with_wrong_number_of_scores_fails_its_batch():
     with json_server(lambda path, request, headers: (200, {"rewards": [1.0]})) as url:
         function = load("reward_model", reward_model_url=url, reward_model_batch_size=2).function
         scores = function(prompts=["p"] * 3, completions=["c"] * 3)

@@ -88,7 +88,7 @@ def test_accuracy_and_math_agree_with_the_table(rewards):
     assert scores_of(rewards["accuracy"], OF_MATH) == [(*row[:2], 0) for row in OF_MATH]
 
 
-def test_cosine_is_right_where_math_is(rewards):
+def test_cosine_and_math_rewards_agree_on_correctness(rewards):
     found = rewards["cosine"](completions=[row[0] for row in BOTH], completion_ids=[[1] * 2] * len(BOTH), answer=[row[1] for row in BOTH])
     right, wrong = {score for score, row in zip(found, BOTH) if row[2]}, {score for score, row in zip(found, BOTH) if not row[2]}
     assert len(right) == len(wrong) == 1 and max(wrong) < min(right)
@@ -104,11 +104,11 @@ def test_cosine_is_right_where_math_is(rewards):
         ("repetition", ["", "a", "ab", "abc", "aaaa"], [0, 0, 0, 0, -2 / 3]),
     ],
 )  # fmt: skip
-def test_rewards_of_form_agree_with_the_table(rewards, name, texts, scores):
+def test_format_rewards_agree_with_the_table(rewards, name, texts, scores):
     assert rewards[name](completions=texts, completion_ids=[[*map(ord, text)] for text in texts]) == pytest.approx(scores)
 
 
-def test_the_reward_of_an_environment_is_the_discounted_sum_of_its_turns(rewards):
+def test_environment_reward_is_discounted_sum_of_turn_rewards(rewards):
     turn_rewards = [[1.0, 1.0], [None, 2.0], [], [None]]
     assert rewards["environment"](completions=[""] * 4, turn_rewards=turn_rewards) == [1.5, 1.0, 0, 0]
 
@@ -149,7 +149,7 @@ UNUSABLE = "does not define `same`, by which the program would judge itself"
         ("assert f(f([1, 2])) == [1, 2]", 1, 1),
     ],
 )  # fmt: skip
-def test_a_name_that_a_test_does_not_bind_is_pythons_or_the_one_that_is_tested(rewards, test, honest, lies):
+def test_code_reward_unbound_names_are_builtins_or_the_tested_function(rewards, test, honest, lies):
     for program, expected in ((HONEST, honest), (LIES, lies)):
         [found] = rewards["code"](completions=[f"```python\n{program}\n```"], tests=[[test]])
         if isinstance(expected, str):
@@ -158,6 +158,6 @@ def test_a_name_that_a_test_does_not_bind_is_pythons_or_the_one_that_is_tested(r
             assert found == expected, program
 
 
-def test_a_class_of_the_program_may_have_the_name_of_one_of_the_library(rewards):
+def test_code_reward_program_class_may_shadow_library_class(rewards):
     program = "class Counter:\n    def __init__(self): self.n = 0\n    def add(self): self.n += 1; return self.n"
     assert rewards["code"](completions=[f"```python\n{program}\n```"], tests=[["c = Counter()\nc.add()\nassert c.add() == 2"]]) == [1.0]

@@ -43,7 +43,7 @@ def math_reward():
      ("10", "5+5\n#### 10", 1),
      ("<think>\\boxed{1}</think>\\boxed{2}", "2", 1), ("10", None, None), ("7", ["8", "7"], 1)],
 )  # fmt: skip
-def test_equal_as_mathematics(math_reward, text, answer, expected):
+def test_math_reward_equal_expressions_score_one(math_reward, text, answer, expected):
     assert math_reward(completions=[text], answer=[answer]) == [expected]
 
 
@@ -52,14 +52,14 @@ def test_chats_and_the_column_solution_work_as_in_trl(math_reward):
     assert math_reward(completions=completions, solution=["\\frac{1}{3}", "\\frac{1}{2}"]) == [1, 0]
 
 
-def test_an_answer_that_hangs_counts_as_wrong_and_the_others_are_scored(math_reward):
+def test_math_reward_hanging_answer_scores_zero_and_others_are_scored(math_reward):
     started = time.monotonic()
     texts = ["$\\frac{1}{2}$", HANGS, "$\\frac{3}{6}$", "\\boxed{7}"]
     assert math_reward(completions=texts, answer=["0.5"] * 4) == [1, 0, 1, 0]
     assert time.monotonic() - started < 30  # one deadline of a second, and the start of a new child on a busy machine
 
 
-def test_rows_behind_the_timeout_of_the_batch_fail_by_name_and_are_not_called_wrong():
+def test_math_reward_rows_after_batch_timeout_fail_instead_of_scoring_zero():
     function = load(math_timeout=30.0, reward_timeout=1.0)
     batch = RewardBatch(prompts=["p"] * 3, completions=[HANGS, "$\\frac{1}{2}$", "7"], completion_ids=[[1]] * 3,
                         columns={"answer": ["0.5", "0.5", "7"]}, labels=["row 0", "row 1", "row 2"])  # fmt: skip
@@ -69,25 +69,25 @@ def test_rows_behind_the_timeout_of_the_batch_fail_by_name_and_are_not_called_wr
     assert scores[1].reason == "reached its reward_timeout of 1 s before this row,"
 
 
-def test_memory_that_an_answer_asks_for_is_bounded(math_reward):
+def test_math_reward_memory_is_limited(math_reward):
     assert math_reward(completions=["\\boxed{10^{10^{10}} + 1}"], answer=["5"]) == [0]
 
 
-def test_one_child_serves_many_batches(math_reward):
+def test_math_reward_reuses_one_child_process(math_reward):
     math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"])
     first = math_reward.child._process.pid
     math_reward(completions=["$\\frac{1}{4}$"], answer=["0.25"])
     assert math_reward.child._process.pid == first
 
 
-def test_a_child_that_was_killed_is_replaced(math_reward):
+def test_math_reward_restarts_killed_child_process(math_reward):
     math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"])
     os.kill(math_reward.child._process.pid, signal.SIGKILL)
     time.sleep(0.2)  # until its end is seen
     assert math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"]) == [1]
 
 
-def test_scoring_reaches_the_child_through_the_usual_way():
+def test_math_reward_is_scored_through_score_batch():
     function = load()
     batch = RewardBatch(prompts=["p"], completions=["0.50"], completion_ids=[[1]], columns={"answer": ["1/2"]}, labels=["row 0"])
     assert score([function], batch).rows == ((1.0,),)
@@ -95,7 +95,7 @@ def test_scoring_reaches_the_child_through_the_usual_way():
 
 
 @pytest.mark.parametrize("text", ["$\\frac{1}{2}$", HANGS])
-def test_the_child_dies_with_a_parent_that_is_killed(text):
+def test_math_reward_child_process_ends_with_its_parent(text):
     program = (
         "import sys, threading, time\n"
         "from megatron_grpo.plugins.rewards.math import MathReward\n"
@@ -114,7 +114,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(text):
     assert not alive
 
 
-def test_the_checking_process_has_no_keys_of_ours(monkeypatch):
+def test_math_reward_process_has_no_secret_variables(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     monkeypatch.setenv("HF_TOKEN", "sesame")
     monkeypatch.setenv("ORDINARY", "kept")

@@ -32,7 +32,7 @@ MAIN = "def main():\n    trainer = GRPOTrainer(model='m')\n    trainer.train()\n
         ("def f(:", None),  # whoever imports it says so
     ],
 )
-def test_a_file_that_trains_where_it_is_imported_is_known_by_its_line(text, line):
+def test_trains_at_import_returns_line_of_training_call(text, line):
     try:
         program = ast.parse(text)
     except SyntaxError:
@@ -40,7 +40,7 @@ def test_a_file_that_trains_where_it_is_imported_is_known_by_its_line(text, line
     assert trains_at_import(program) == line
 
 
-def test_a_program_is_not_run_for_its_reward(tmp_path):
+def test_reward_file_that_trains_at_import_is_rejected_and_not_run(tmp_path):
     file, mark = tmp_path / "program.py", tmp_path / "ran"
     file.write_text(f"open({str(mark)!r}, 'w')\ndef right(completions): return [1.0]\n{MAIN}main()\n")
     with pytest.raises(ConfigError, match=r"starts training when it is imported \(line 7\).*another file"):
@@ -102,7 +102,7 @@ def test_rewards_of_a_plugin_are_loaded_by_their_names_and_judge_text(tmp_path, 
         ("--reward_funcs accuracy --external_plugins plugin.py", "only reward functions are loaded from plugin files"),
     ],
 )
-def test_a_plugin_takes_one_round(words, said):
+def test_swift_plugin_with_several_rounds_is_rejected(words, said):
     problems = [problem.message for problem in parse(["--dialect", "swift", *words.split()], dialects=lambda: DIALECTS).problems]
     assert len(problems) == (said is not None), problems
     assert said is None or said in problems[0]

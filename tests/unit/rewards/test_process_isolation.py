@@ -45,7 +45,7 @@ async def exits_later(completions):
 
 
 @pytest.mark.parametrize("function", [exits, exits_later])
-def test_a_function_that_exits_has_failed_and_the_run_knows_where(function):
+def test_reward_that_exits_is_a_failure_with_location(function):
     with pytest.raises(
         RewardError, match=rf"`{function.__name__}` tried to end the process with SystemExit: 0 \(test_process_isolation.py line"
     ):
@@ -53,7 +53,7 @@ def test_a_function_that_exits_has_failed_and_the_run_knows_where(function):
     assert score([reward(function, "none")], batch()).rows == ((None,), (None,))
 
 
-def test_an_interrupt_of_its_own_is_a_failure_where_the_run_hears_signals_itself():
+def test_reward_raising_keyboard_interrupt_is_a_failure_with_signal_handler():
     def interrupts(completions):
         raise KeyboardInterrupt
 
@@ -65,7 +65,7 @@ def test_an_interrupt_of_its_own_is_a_failure_where_the_run_hears_signals_itself
         signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_passes_where_nobody_else_hears_it():
+def test_reward_isolation_passes_ctrl_c_without_signal_handler():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), IsolatedCall([]):
@@ -75,7 +75,7 @@ def test_ctrl_c_passes_where_nobody_else_hears_it():
 
 
 @pytest.mark.parametrize("how", ["return [0.0] * len(completions)", "raise ValueError('in the child')"])
-def test_a_forked_child_does_not_go_on_with_the_run(how):
+def test_reward_forked_child_does_not_continue_the_run(how):
     ended = run(f"""
         def f(completions):
             if os.fork() == 0:
@@ -88,7 +88,7 @@ def test_a_forked_child_does_not_go_on_with_the_run(how):
     assert "which a reward function forked" in ended.stderr and "It ends here." in ended.stderr
 
 
-def test_a_forked_child_that_exits_keeps_its_own_exit_code():
+def test_reward_forked_child_keeps_its_exit_code():
     ended = run("""
         import warnings
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 has one about forks beside threads
@@ -102,7 +102,7 @@ def test_a_forked_child_that_exits_keeps_its_own_exit_code():
 
 
 @pytest.mark.parametrize("how", ["sys.stdout.close()", "os.close(1)"])
-def test_output_that_a_function_closes_is_opened_again_and_said(how, tmp_path):
+def test_reward_that_closes_stdout_gets_it_reopened_with_note(how, tmp_path):
     ended = run(f"""
         def f(completions):
             {how}
@@ -125,7 +125,7 @@ def test_output_that_a_function_closes_is_opened_again_and_said(how, tmp_path):
     ],
     ids=["dtype", "device", "threads"],
 )
-def test_what_a_function_changes_of_torch_is_changed_back_and_said(how, said):
+def test_reward_changes_of_torch_settings_are_reverted_with_note(how, said):
     ended = run(f"""
         import torch
         torch.set_num_threads(3)
@@ -137,19 +137,19 @@ def test_what_a_function_changes_of_torch_is_changed_back_and_said(how, said):
     assert ended.stdout == f"Reward `f` changed torch's {said}. torch.float32 cpu 3\n", ended.stderr
 
 
-def test_a_file_that_exits_as_it_is_loaded_is_a_problem_with_that_file(tmp_path):
+def test_reward_file_that_exits_at_import_is_rejected(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"leaves.py cannot be loaded: it tried to end the process with SystemExit: 0\.$"):
         load_rewards(Config().with_values({"reward_funcs": [f"{tmp_path}/leaves.py:f"]}))
 
 
-def test_a_class_that_cannot_be_made_is_a_problem_whatever_it_raises(tmp_path):
+def test_reward_class_that_cannot_be_instantiated_is_rejected(tmp_path):
     (tmp_path / "plugin.py").write_text("class P:\n    def __init__(self): {}['key']\n    def __call__(self, completions): return []\n")
     with pytest.raises(ConfigError, match="P is a class that cannot be instantiated without arguments: KeyError: 'key'."):
         load_rewards(Config().with_values({"reward_funcs": [f"{tmp_path}/plugin.py:P"]}))
 
 
-def test_a_file_that_changes_the_directory_does_not_hide_the_next_one(tmp_path, monkeypatch):
+def test_reward_file_that_changes_directory_does_not_affect_next_file(tmp_path, monkeypatch):
     (tmp_path / "inner").mkdir()
     (tmp_path / "first.py").write_text("import os\nos.chdir('inner')\ndef f(completions): return []\n")
     (tmp_path / "second.py").write_text("def g(completions): return []\n")
@@ -158,7 +158,7 @@ def test_a_file_that_changes_the_directory_does_not_hide_the_next_one(tmp_path, 
     assert [function.name for function in functions] == ["f", "g", "length"]
 
 
-def test_what_ends_nothing_passes_through():
+def test_reward_isolation_passes_ordinary_exceptions():
     with pytest.raises(ZeroDivisionError), IsolatedCall([]):
         raise ZeroDivisionError
     with pytest.raises(ExitRequestedError), IsolatedCall([]):

@@ -33,7 +33,7 @@ def load(*specs, **settings):
     [(1, 1.0), (0.5, 0.5), (True, 1.0), (None, None), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (np.array([2.0]), 2.0),
      (torch.tensor(0.25), 0.25), (torch.tensor([1]), 1.0)],
 )  # fmt: skip
-def test_numbers_of_any_library_are_scores(value, expected):
+def test_reward_scores_accept_numbers_of_any_library(value, expected):
     assert as_score(value) == expected
 
 
@@ -44,7 +44,7 @@ def test_numbers_of_any_library_are_scores(value, expected):
      pytest.param(10**400, "not finite", "returned inf", id="a huge integer"), (-1e308, "too large", "returned -1e+308, which exceeds"),
      (1j, "type", "returned the complex"), (torch.zeros(2), "type", "returned the Tensor")],
 )  # fmt: skip
-def test_what_is_no_number_is_a_failure_that_shows_the_value(value, kind, reason):
+def test_reward_score_that_is_not_a_number_is_a_row_failure(value, kind, reason):
     failure = as_score(value)
     assert isinstance(failure, RowFailure) and failure.kind == kind and failure.reason.startswith(reason)
 
@@ -55,7 +55,7 @@ def test_what_is_no_number_is_a_failure_that_shows_the_value(value, kind, reason
      (None, "returned the NoneType None, expected a list"),
      ("12", "returned the str '12', expected a list"), ({0: 1, 1: 2}, "returned the dict")],
 )  # fmt: skip
-def test_what_is_no_list_of_the_right_length_is_a_failure_of_the_call(returned, reason):
+def test_reward_return_of_wrong_length_is_a_call_failure(returned, reason):
     failure = as_scores(returned, 2)
     assert isinstance(failure, RowFailure) and failure.reason.startswith(reason)
 
@@ -65,7 +65,7 @@ def test_lists_tuples_arrays_and_tensors_are_lists_of_scores(returned):
     assert as_scores(returned, 2)[0] == 1.0
 
 
-def test_a_function_gets_exactly_the_arguments_of_its_signature():
+def test_reward_function_receives_arguments_of_its_signature_only():
     seen = {}
 
     def everything(**kwargs):
@@ -87,7 +87,7 @@ def test_a_function_gets_exactly_the_arguments_of_its_signature():
     assert seen["optional"] == ([[1, 2], [1, 2]], "default")
 
 
-def test_text_of_either_shape():
+def test_reward_text_of_string_and_chat_completions():
     assert read_text("hello") == read_text([{"role": "assistant", "content": "hello"}]) == "hello"
 
 
@@ -113,7 +113,7 @@ def test_functions_load_from_a_module_in_the_current_directory(tmp_path, monkeyp
     assert score(load("reward_package.rules:constant"), batch()).rows == ((4.0,), (4.0,))
 
 
-def test_functions_of_the_same_name_are_told_apart_in_the_metrics(tmp_path):
+def test_reward_functions_with_equal_names_have_distinct_metric_names(tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text("def reward(completions): return [0] * len(completions)\n")
     functions = load(f"{tmp_path}/one.py:reward", f"{tmp_path}/two.py:reward", "length")
@@ -127,7 +127,7 @@ def test_an_unknown_name_suggests_the_nearest_built_in():
     assert all(name in str(error.value) for name in BUILT_IN)
 
 
-def test_a_file_without_that_function_says_which_it_has(tmp_path):
+def test_reward_file_without_function_is_rejected_with_existing_ones(tmp_path):
     (tmp_path / "mine.py").write_text("from math import sqrt\ndef score_all(completions): ...\ndef other(completions): ...\n")
     with pytest.raises(ConfigError, match="has no function 'score'. Did you mean score_all\\? It has score_all, other.$"):
         load(f"{tmp_path}/mine.py:score")
@@ -135,7 +135,7 @@ def test_a_file_without_that_function_says_which_it_has(tmp_path):
         load(f"{tmp_path}/mine.py")
 
 
-def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+def test_load_rewards_reports_all_problems_together(tmp_path):
     (tmp_path / "broken.py").write_text("1/0\n")
     with pytest.raises(ConfigError) as error:
         load("mth", f"{tmp_path}/broken.py:f", f"{tmp_path}/gone.py:f", "no.such.module:f", "length", "length")
@@ -145,12 +145,12 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
         assert part in text
 
 
-def test_no_reward_functions_at_all_is_an_error():
+def test_load_rewards_without_functions_is_rejected():
     with pytest.raises(ConfigError, match="reward_funcs is empty"):
         load()
 
 
-def test_a_column_that_the_data_set_lacks_is_found_before_the_run(tmp_path):
+def test_reward_column_missing_in_dataset_is_rejected_before_the_run(tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, difficulty, weight=1): ...\ndef g(completions, **columns): ...\n")
     functions = load(f"{tmp_path}/mine.py:f", f"{tmp_path}/mine.py:g", "accuracy", "length")
     with pytest.raises(ConfigError) as error:
@@ -164,7 +164,7 @@ def test_a_column_that_the_data_set_lacks_is_found_before_the_run(tmp_path):
         check_columns(functions[2:], ["reward_model"], nested=["reward_model.style", "reward_model.ground_truth"])
 
 
-def test_scores_that_differ_by_rounding_are_one_constant():
+def test_reward_scores_equal_up_to_rounding_are_constant():
     constant, varied = RewardStats(), RewardStats()
     alike = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1] * 4
     assert constant.take(alike) is None and "has returned 0.6 for all 16 completions" in (constant.take(alike) or "")

@@ -83,13 +83,13 @@ async def hangs_later(completions):
 
 @pytest.mark.parametrize("function", [raises, miscounts, returns_nan, returns_text, raises_later])
 @pytest.mark.parametrize("bad", [(0,), (9,), (15,), (3, 4, 12)])
-def test_only_the_bad_rows_go_without_a_score(function, bad):
+def test_reward_failure_affects_only_its_rows(function, bad):
     rows = score([reward(function)], batch(*bad)).rows
     assert rows == tuple((None,) if row in bad else (1.0,) for row in range(ROWS))
 
 
 @pytest.mark.parametrize("function", [hangs, swallows, hangs_later])
-def test_a_row_that_hangs_is_left_behind_and_the_others_are_scored(function):
+def test_reward_hanging_row_times_out_and_others_are_scored(function):
     rows = score([reward(function, timeout=PATIENCE)], batch(2, rows=FEW)).rows
     assert rows == ((1.0,), (1.0,), (None,), (1.0,))
 
@@ -113,7 +113,7 @@ def test_an_error_names_function_row_and_value(function, message):
     assert str(error.value) == message
 
 
-def test_an_error_about_time_says_what_the_batch_and_what_the_row_was_given():
+def test_reward_timeout_error_states_batch_and_row_limits():
     with pytest.raises(RewardError) as error:
         score([reward(hangs, "raise", PATIENCE)], batch(2, rows=FEW))
     assert str(error.value) == (
@@ -121,7 +121,7 @@ def test_an_error_about_time_says_what_the_batch_and_what_the_row_was_given():
     )
 
 
-def test_a_function_that_fails_once_is_reported_with_what_it_did_then():
+def test_reward_that_fails_once_is_reported_with_first_failure():
     """By the time that its rows are called one by one it has another reason, or none."""
     counts = iter([3, 0])
 
@@ -142,7 +142,7 @@ def test_a_function_that_fails_once_is_reported_with_what_it_did_then():
         score([reward(broken_twice, "raise", 60)], batch())
 
 
-def test_a_failure_of_every_row_is_one_sentence():
+def test_reward_failure_of_every_row_gives_one_message():
     with pytest.raises(RewardError, match="`returns_nan` returned nan, on all 4 rows; the first is row 0, completion 'bad'.$"):
         score([reward(returns_nan, "raise")], batch(0, 1, 2, 3, rows=4))
 
@@ -157,13 +157,13 @@ def test_a_reward_that_is_too_large_to_be_averaged_is_refused():
         score([reward(huge, "raise", 60)], batch())
 
 
-def test_all_failing_functions_are_named_at_once():
+def test_reward_error_names_all_failing_functions():
     with pytest.raises(RewardError) as error:
         score([reward(raises, "raise"), reward(returns_nan, "raise"), reward(hangs, "none", 0.3)], batch(2, rows=4))
     assert [line.split("`")[1] for line in str(error.value).splitlines()] == ["raises", "returns_nan"]
 
 
-def test_notices_come_once_per_kind_with_the_first_row():
+def test_reward_failure_notices_are_printed_once_per_kind():
     def mixed(completions):
         return [float("inf") if row == 3 else "x" if row > 5 else 1 for row in range(len(completions))]
 
@@ -192,7 +192,7 @@ def test_asynchronous_functions_run_at_the_same_time_as_each_other_and_as_the_re
     assert score(functions, batch(rows=2)).rows == ((1.0, 2.0, 3.0),) * 2
 
 
-def test_an_event_loop_lives_from_batch_to_batch_and_a_blocked_one_is_replaced():
+def test_async_rewards_reuse_event_loop_and_replace_a_blocked_one():
     loops = []
 
     async def blocks(completions):
@@ -209,7 +209,7 @@ def test_an_event_loop_lives_from_batch_to_batch_and_a_blocked_one_is_replaced()
     assert loops[0] is loops[1] is loops[2] is not loops[3]
 
 
-def test_a_signal_that_ends_the_run_is_no_failure_of_the_reward():
+def test_signal_during_scoring_is_not_a_reward_failure():
     def interrupted(completions):
         raise RunInterruptedError
 
@@ -225,7 +225,7 @@ def test_scoring_works_away_from_the_main_thread():
     assert results == [((1.0,), (None,))]
 
 
-def test_the_users_own_alarm_does_not_clear_the_deadline():
+def test_reward_alarm_of_user_does_not_clear_the_timeout():
     import signal
 
     def clears(completions):  # what math-verify does in its own finally
@@ -236,11 +236,11 @@ def test_the_users_own_alarm_does_not_clear_the_deadline():
         score([reward(clears, "raise", 0.3)], batch(rows=1))
 
 
-def test_an_empty_share_has_no_scores():
+def test_score_batch_of_no_completions_is_empty():
     assert score([reward(raises)], batch(rows=0)).rows == ()
 
 
-def test_code_that_cannot_be_interrupted_ends_the_process_and_shows_where_it_is_stuck():
+def test_reward_that_cannot_be_interrupted_ends_process_with_stack():
     program = textwrap.dedent("""
         from megatron_grpo.run.rewards import process_isolation as contained
         contained.GRACE = 0.5

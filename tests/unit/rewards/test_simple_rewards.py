@@ -23,11 +23,11 @@ def built(name, **settings):
      ("The answer is 42.", "42."), ("Answer: Paris", "Paris"), ("<think>\\boxed{1}</think>\\boxed{2}", "2"),
      ("<think>no</think><answer> yes </answer>", "yes"), ("\\boxed{cut", "\\boxed{cut"), ("", "")],
 )  # fmt: skip
-def test_the_final_answer_of_a_text(text, answer):
+def test_final_answer_is_extracted_from_text(text, answer):
     assert final_answer(text) == answer
 
 
-def test_a_box_ends_at_its_own_brace():
+def test_last_boxed_matches_braces():
     assert last_boxed("\\boxed{a{b}c} d}") == "a{b}c"
     assert last_boxed("\\boxed{a{b}") is None
 
@@ -36,12 +36,12 @@ def test_a_box_ends_at_its_own_brace():
     ("left", "right"),
     [("42", "42.0"), ("1,000", "1000"), ("Paris.", "paris"), ("$x^2$", "x^2"), ("007", "7"), ("a  b", "a b"), ("+3", "3")],
 )
-def test_ways_to_write_the_same_answer(left, right):
+def test_equal_answers_in_different_notation_match(left, right):
     assert same_answer(left, right) and same_answer(right, left)
 
 
 @pytest.mark.parametrize(("left", "right"), [("42", "43"), ("4.2", "42"), ("-3", "3"), ("1,00", "100"), ("", "0"), ("x", "X y")])
-def test_different_answers_stay_different(left, right):
+def test_different_answers_do_not_match(left, right):
     assert not same_answer(left, right)
 
 
@@ -51,7 +51,7 @@ def test_accuracy_is_one_for_the_right_final_answer_and_none_without_one():
     assert accuracy(completions=texts, answer=[7, 7, "7", "6+1 #### 7\n#### 7", 7, None, ["Paris", "Lyon"]]) == [1, 0, 1, 1, 0, None, 1]
 
 
-def test_accuracy_judges_each_row_by_the_column_that_it_has():
+def test_accuracy_uses_answer_or_solution_column_per_row():
     assert built("accuracy")(completions=["1", "2", "3"], answer=["1", None, None], solution=[None, "2", None]) == [1, 1, None]
 
 
@@ -102,7 +102,7 @@ def test_format_counts_the_tag_that_the_prompt_has_opened(prompt, opening, text,
     assert function.function(prompts=[prompt], completions=[completion]) == [score]
 
 
-def test_messages_of_an_episode_contain_what_the_template_opens():
+def test_format_of_episode_messages_includes_opened_tag():
     [function] = load_rewards(Config().with_values({"reward_funcs": ["format"]}), opening="assistant\n<think>\n")
     said = [{"role": "assistant", "content": "<think>\nso</think><answer>3</answer>"}]
     assert function.function(prompts=[ASKED], completions=[said], turn_rewards=[[]]) == [1.0]
@@ -141,7 +141,7 @@ def test_soft_overlong_equals_trls():
      ({"soft_cache_length": 0}, "it is 0"), ({"soft_cache_length": 200}, "it is 200"),
      ({"soft_cache_length": 10, "soft_max_length": 300}, "exceeds max_completion_length \\(100\\)")],
 )  # fmt: skip
-def test_soft_overlong_refuses_what_cannot_be_a_ramp(settings, message):
+def test_soft_overlong_with_invalid_settings_is_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         built("soft_overlong", max_completion_length=100, **settings)
 
@@ -179,7 +179,7 @@ def test_cosine_equals_the_published_formula():
     assert scores == pytest.approx([1.0 + (2.0 - 1.0) * (1 + math.cos(t * math.pi / 64)) / 2 for t in range(65)])
 
 
-def test_every_built_in_reward_loads_with_what_it_needs(tmp_path):
+def test_built_in_rewards_load_with_required_settings(tmp_path):
     pytest.importorskip("math_verify")
     every = ["math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model", "llm_judge"]
     nowhere = "http://127.0.0.1:9/"
