@@ -23,12 +23,12 @@ def push_of(shape=DENSE, *, on_gpu=False, dtype="float32", obstacle=None, sample
     return lora_sync(cfg, shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
 
 
-def test_full_tuning_has_nothing_to_decide():
+def test_adapter_plan_of_full_tuning_is_none():
     assert push_of(tuner_type="full") is None
 
 
 @pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (8, 8), (9, 16), (129, 256), (257, 320), (321, 512), (512, 512), (513, None)])
-def test_room_is_the_smallest_that_holds_the_widest_rank(rank, slot):
+def test_slot_rank_is_smallest_that_fits_largest_rank(rank, slot):
     assert slot_rank(rank) == slot
     if slot:
         assert push_of(rank_pattern={"o_proj": rank}, lora_rank=1).slot_rank == slot
@@ -36,7 +36,7 @@ def test_room_is_the_smallest_that_holds_the_widest_rank(rank, slot):
         assert push_of(rank_pattern={"o_proj": 1}, lora_rank=rank, target_modules=["o_proj"]).slot_rank == slot
 
 
-def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
+def test_adapter_plan_lists_modules_and_last_name_parts():
     found = push_of(target_modules=["linear_qkv"], exclude_modules=["model.layers.0.self_attn.k_proj"])
     layers = DENSE.num_layers
     assert len(found.modules) == 3 * layers - 1 and "model.layers.1.self_attn.k_proj" in found.modules
@@ -69,7 +69,7 @@ def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
         (LATENT, True, {"exclude_modules": ["kv_b_proj"]}, None),
     ],
 )
-def test_what_vllm_cannot_sample_with_is_merged_and_the_reason_told(shape, on_gpu, tuner, reason):
+def test_adapter_unsupported_by_vllm_is_merged_with_reason(shape, on_gpu, tuner, reason):
     found = push_of(shape, on_gpu=on_gpu, **tuner)
     if reason is None:
         assert found.kind == "adapter" and found.slot_rank in SLOT_RANKS and found.notes == ()
@@ -80,7 +80,7 @@ def test_what_vllm_cannot_sample_with_is_merged_and_the_reason_told(shape, on_gp
         push_of(shape, on_gpu=on_gpu, vllm_enable_lora=True, **tuner)
 
 
-def test_sampler_has_a_say():
+def test_adapter_rejected_by_sampler_is_merged():
     assert push_of(obstacle="it takes none").notes == (
         "Note: the adapter is merged into the weights for every weight sync: it takes none.",
     )
@@ -88,7 +88,7 @@ def test_sampler_has_a_say():
         push_of(obstacle="it takes none", vllm_enable_lora=True)
 
 
-def test_rank_above_vllms_is_said_with_the_rank(tmp_path):
+def test_adapter_rank_above_vllm_limit_is_merged_with_note(tmp_path):
     config = {"peft_type": "LORA", "r": 600, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (note,) = push_of(adapters=str(tmp_path)).notes
@@ -100,7 +100,7 @@ def test_rank_above_vllms_is_said_with_the_rank(tmp_path):
     [("bfloat16", None, False, True), ("bfloat16", "float32", False, False), ("float32", "bfloat16", False, True),
      ("float32", None, False, False), ("bfloat16", None, None, False), ("bfloat16", None, True, False)],
 )  # fmt: skip
-def test_merged_bfloat16_is_warned_of_with_what_it_loses_also_by_choice(dtype, sampler, asked, warned):
+def test_adapter_merged_in_bfloat16_gives_a_warning(dtype, sampler, asked, warned):
     found = push_of(dtype=dtype, sampler=sampler, vllm_enable_lora=asked)
     assert found.kind == ("merged" if asked is False else "adapter")
     assert [note.startswith("WARNING") and "98 % of the first step's update" in note for note in found.notes] == [True] * warned

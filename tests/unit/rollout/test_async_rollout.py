@@ -16,7 +16,7 @@ from tests.scripted_engine import ScriptedEngine
 PROMPTS = [Prompt(number=0, row=0, raw="", token_ids=(3,), columns={})]
 
 
-def test_work_in_a_thread_is_waited_for_and_its_error_is_raised_where_the_result_is_asked_for():
+def test_thread_future_waits_and_raises_error_on_result():
     gate = threading.Event()
 
     def slow(prompt, place, version):
@@ -39,7 +39,7 @@ def test_work_in_a_thread_is_waited_for_and_its_error_is_raised_where_the_result
         work.groups()
 
 
-def test_ranks_wait_for_the_slowest_and_agree_when_to_stop():
+def test_async_rollout_ranks_wait_for_slowest_and_stop_together():
     def body(rank, world_size):
         from megatron_grpo.core.rollout import turns
 
@@ -57,7 +57,7 @@ def test_ranks_wait_for_the_slowest_and_agree_when_to_stop():
     assert run_ranks(body, 2) == [(True, 3, False)] * 2
 
 
-def test_a_limit_is_counted_in_parts_and_not_measured(monkeypatch):
+def test_async_rollout_wait_limit_is_counted_in_intervals(monkeypatch):
     monkeypatch.setattr(turns, "SECONDS_BETWEEN_AGREEMENTS", 0.5)
     asked = []
     assert not wait_together(asked.append, 1.25)

@@ -24,13 +24,13 @@ def sequence(experts) -> TokenSequence:
     return TokenSequence(token_ids=np.arange(len(experts)), mask=np.ones(len(experts), dtype=bool), experts=experts)
 
 
-def test_vllms_rows_of_layers_without_experts_are_left_out():
+def test_expert_routes_omit_layers_without_experts():
     found = LAYERS.read(RECORDED)
     assert found.dtype == np.int16 and found.shape == (7, 2, 2)
     assert found[3].tolist() == [[3, 293], [43, 7]]
 
 
-def test_a_group_has_the_prompt_of_its_first_completion_and_the_last_token_routes_freely():
+def test_group_experts_share_prompt_routes_and_leave_last_token_free():
     other = RECORDED + (RECORDED > 0).astype(np.uint16)  # the same prompt, otherwise routed: a micro-batch of its own
     parts = [completion_routes(LAYERS.read(one), 5, place) for place, one in enumerate((RECORDED, other, other[:6]))]
     assert [len(part) for part in parts] == [7, 2, 1]
@@ -43,7 +43,7 @@ def test_a_group_has_the_prompt_of_its_first_completion_and_the_last_token_route
         LAYERS.check(sequence(experts))
 
 
-def test_the_layers_are_those_of_the_model():
+def test_expert_layers_equal_those_of_the_model():
     assert ExpertLayers.from_shape(ModelShape.from_hf(config_of("deepseek_v3"))) == ExpertLayers(layers=(1,), num_experts=4, topk=2)
     assert ExpertLayers.from_shape(ModelShape.from_hf(config_of("qwen3_moe_mixed"))).layers == (3,)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
@@ -58,14 +58,14 @@ def test_the_layers_are_those_of_the_model():
     (lambda e: np.where(e == 7, 44, e), r"token 4 of a sequence to experts \[44, 44\] in layer 3"),
     (lambda e: np.where(e == 2, -1, e), r"token 2 of a sequence to experts \[-1, 292\] in layer 1"),
 ])  # fmt: skip
-def test_what_no_token_can_have_taken_is_refused(change, words):
+def test_expert_routes_that_are_impossible_raise(change, words):
     (good,) = collect_group_experts([LAYERS.read(RECORDED)], 5)
     changed = change(good)
     with pytest.raises(InvalidRoutingError, match=words):
         LAYERS.check(dataclasses.replace(sequence(good), experts=changed))
 
 
-def test_an_engine_that_tells_nothing_is_refused():
+def test_expert_routes_missing_from_engine_raise():
     with pytest.raises(InvalidRoutingError, match="vLLM returned no routed experts"):
         LAYERS.read(None)
     with pytest.raises(InvalidRoutingError, match=r"\(7, 2, 2\), but the last layer with experts is 3"):

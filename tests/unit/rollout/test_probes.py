@@ -22,7 +22,7 @@ class SmallTokenizer:
 
 
 @pytest.mark.parametrize(("longest", "num_showing"), [(400, 2), (26, 2), (13, 2), (11, 1), (9, 0)])
-def test_probes_show_pictures_as_far_as_they_fit(longest, num_showing):
+def test_probe_sequences_include_images_that_fit(longest, num_showing):
     probes = probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=longest, image_spec=EYES)
     assert len(probes) == 4 and sum(bool(one.images) for one in probes) == num_showing
     for probe in probes:
@@ -34,7 +34,7 @@ def test_probes_show_pictures_as_far_as_they_fit(longest, num_showing):
     assert not any(one.images for one in text)
 
 
-def test_one_probe_is_a_picture_that_its_exif_tag_turns():
+def test_probe_sequences_include_image_with_exif_orientation():
     shown = [one.images[0][1] for one in probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=400, image_spec=EYES)[:2]]
     assert [Image.open(io.BytesIO(one.data())).getexif().get(ORIENTATION, 1) for one in shown] == [6, 1]
     for one in shown:
@@ -44,6 +44,6 @@ def test_one_probe_is_a_picture_that_its_exif_tag_turns():
     assert np.array_equal(shown[0].patches(), straight.patches()) and shown[0].key != straight.key
 
 
-def test_a_drawn_picture_is_the_same_everywhere():
+def test_probe_image_is_deterministic():
     one, other = (probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=400, image_spec=EYES)[0].images[0][1] for _ in range(2))
     assert one.key == other.key and np.array_equal(one.patches(), other.patches()) and len(one.patches()) == np.prod(one.grid)

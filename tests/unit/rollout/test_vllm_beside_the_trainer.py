@@ -25,7 +25,7 @@ from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.run.config.rules.policy import CPU_HEADS
 
 
-def test_no_generator_of_the_trainer_moves_while_vllm_works():
+def test_colocated_vllm_does_not_advance_random_generators():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     with vllm_patches.restore_process():
         random.seed(7), np.random.seed(7), torch.manual_seed(7)  # as `vllm.utils.torch_utils.set_random_seed` does
@@ -33,7 +33,7 @@ def test_no_generator_of_the_trainer_moves_while_vllm_works():
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
-def test_the_trainer_keeps_its_threads_and_the_precision_of_its_products():
+def test_colocated_vllm_keeps_torch_threads_and_matmul_precision():
     """vLLM's GPU worker leaves torch one thread once its weights are loaded, and sets the precision of float32 products."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(2), torch.set_float32_matmul_precision("high")
@@ -80,7 +80,7 @@ def colocated(llm: Asynchronous) -> ColocatedEngine:
 UPDATE: Any = SimpleNamespace(kind="weights", version=1, moves_tower=False, tensors=())
 
 
-def test_no_step_is_in_flight_when_weights_arrive_or_the_engine_sleeps():
+def test_vllm_has_no_step_in_flight_at_weight_sync_or_sleep():
     llm = Asynchronous(2)
     engine = colocated(llm)
     engine.load_weights(UPDATE)
@@ -99,7 +99,7 @@ def test_an_engine_with_a_running_request_is_not_stepped_and_refuses_weights():
     assert len(llm.engine_core.batch_queue) == 2
 
 
-def test_a_closed_engine_holds_no_layer_of_the_model():
+def test_closed_vllm_engine_releases_model_layers():
     engine, layer = colocated(Asynchronous(0)), torch.nn.Linear(2, 2)
     unit = ModuleWeights(module=layer, loaded={}, live={}, packed=frozenset(), padding=[], num_copies=0)
     engine._weights.tables[False] = CopyRecord(units=[unit])
@@ -115,7 +115,7 @@ def test_an_engine_with_model_runner_v2_is_not_patched():
     assert colocated(llm).model_runner == "V2"
 
 
-def test_weights_that_are_kept_in_another_form_go_through_vllms_reload_on_a_gpu(monkeypatch):
+def test_vllm_weights_in_another_layout_are_reloaded_on_gpu(monkeypatch):
     """The table would install new parameters, and CUDA graphs would read the old ones."""
 
     def outcome(dtype):
@@ -139,7 +139,7 @@ def test_weights_that_are_kept_in_another_form_go_through_vllms_reload_on_a_gpu(
     ("V1", True, True, None),  # on a GPU only V2 returns experts
     ("V2", False, False, None),  # a CPU may have no Triton
 ])  # fmt: skip
-def test_a_resumed_run_keeps_its_model_runner_where_it_can(monkeypatch, recorded, on_gpu, returns_experts, kept):
+def test_resumed_run_keeps_its_vllm_model_runner(monkeypatch, recorded, on_gpu, returns_experts, kept):
     monkeypatch.delenv(vllm_patches.RUNNER_VARIABLE, raising=False)
     how = {"on_gpu": on_gpu, "returns_experts": returns_experts}
     vllm_patches.keep_runner(recorded, **how)
@@ -209,7 +209,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("where", SAID)
-def test_every_way_in_which_a_gpu_has_no_room_for_vllm_is_a_sentence_about_settings(where):
+def test_vllm_out_of_memory_errors_name_settings(where):
     said, words, nearest = SAID[where]
     problem = explain_vllm_error(RolloutConfig(), 4096, True, said)
     assert words in problem.message and "vllm_gpu_memory_utilization" in problem.flags

@@ -55,21 +55,21 @@ def tensors():
     return {"gate": torch.ones(ROWS), "up": torch.full(ROWS, 1.001), "halves": torch.arange(12.0).view(4, 3), "unused": torch.ones(1)}
 
 
-def test_parts_land_where_the_table_says_rounded_and_packed(layer, table):
+def test_copy_table_load_writes_rounded_and_packed_parts(layer, table):
     assert table.load(tensors().items(), pack) == []
     assert layer.both.tolist() == [[1.0] * 3] * 4 + [[7.0] * 3]  # bfloat16 has no 1.001
     assert layer.read.tolist() == [[6.0, 9.0, 0.0, 3.0], [7.0, 10.0, 1.0, 4.0], [8.0, 11.0, 2.0, 5.0]]
     assert layer.kept_packed.numel() == 0 and table.is_as_learnt()
 
 
-def test_a_tensor_may_have_gaps_and_come_in_any_order(layer, table):
+def test_copy_table_load_accepts_gaps_and_any_order(layer, table):
     named = tensors()
     named["halves"] = torch.arange(12.0).view(3, 4).t()  # columns
     assert table.load(reversed(named.items()), pack) == []
     assert layer.read.tolist() == [[2.0, 3.0, 0.0, 1.0], [6.0, 7.0, 4.0, 5.0], [10.0, 11.0, 8.0, 9.0]]
 
 
-def test_weights_are_looked_for_at_every_push(layer, table):
+def test_copy_table_resolves_parameters_at_every_load(layer, table):
     table.load(tensors().items(), pack)
     before = layer.both.data
     layer.both.data = torch.full_like(before, float("nan"))
@@ -79,7 +79,7 @@ def test_weights_are_looked_for_at_every_push(layer, table):
     assert not table.is_as_learnt()
 
 
-def test_what_did_not_come_is_named_and_the_next_push_is_whole(layer, table):
+def test_copy_table_load_returns_missing_tensors(layer, table):
     assert table.load([item for item in tensors().items() if item[0] not in ("up", "unused")], pack) == ["up"]
     assert table.load(tensors().items(), pack) == []
     assert layer.both[2:4].tolist() == [[1.0] * 3] * 2
@@ -93,12 +93,12 @@ def test_what_did_not_come_is_named_and_the_next_push_is_whole(layer, table):
         ([("up", torch.ones(2, 3))] * 2, "up was sent to the rollout engine twice in one update."),
     ],
 )
-def test_a_tensor_that_was_never_seen_is_refused_by_a_sentence(table, named, sentence):
+def test_copy_table_load_of_unknown_tensor_raises(table, named, sentence):
     with pytest.raises(WeightSyncError, match=sentence):
         table.load(named, pack)
 
 
-def test_a_weight_must_be_covered_once_and_wholly():
+def test_copy_table_requires_each_weight_covered_once():
     def covered(*places):
         return _CopiesOfWeight(
             TensorLayout((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}
@@ -121,7 +121,7 @@ def sliced(named):
                 yield name, TensorSlice(tensor[row : row + 1, begin:end], (row, begin), tuple(tensor.shape))
 
 
-def test_slices_land_where_the_whole_tensors_do(layer, table):
+def test_copy_table_load_of_slices_equals_whole_tensors(layer, table):
     assert table.load(sliced(tensors().items()), pack) == []
     right = layer.both.clone(), layer.read.clone()
     layer.both.data.fill_(float("nan"))
@@ -129,12 +129,12 @@ def test_slices_land_where_the_whole_tensors_do(layer, table):
     assert torch.equal(layer.both, right[0]) and torch.equal(layer.read, right[1])
 
 
-def test_a_tensor_of_which_a_slice_did_not_come_is_named(table):
+def test_copy_table_load_returns_tensor_with_missing_slice(table):
     *named, _ = sliced([("gate", tensors()["gate"])])
     assert "gate" in table.load([*((name, tensor) for name, tensor in tensors().items() if name != "gate"), *named], pack)
 
 
-def test_a_slice_of_what_is_taken_in_another_order_waits_for_the_others(layer, table):
+def test_copy_table_load_buffers_slices_of_transposed_tensor(layer, table):
     turned = TensorView((3, 4), (1, 3), 0)  # the transpose
     table.copies["halves"] = [
         TensorCopy(1, "kept_packed", TensorView((3, 4), (1, 3), 0), turned),
