@@ -40,7 +40,7 @@ def completed(terminal):
     return {typed: terminal.say(f"megatron-grpo {typed}\t\n", r"<(.*?) ?>\r\n")[1] for typed in TYPED}
 
 
-def test_a_tab_in_bash_completes_commands_settings_their_values_and_files(tmp_path):
+def test_completion_in_bash_completes_commands_settings_values_and_files(tmp_path):
     (tmp_path / "completion.bash").write_text(completion_script("bash") + ANSWER)
     (tmp_path / "my_rewards.py").touch()
     terminal = Terminal(["bash", "--norc", "-i"], tmp_path)
@@ -52,7 +52,7 @@ def test_a_tab_in_bash_completes_commands_settings_their_values_and_files(tmp_pa
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_a_tab_in_zsh_completes_the_same(tmp_path):
+def test_completion_in_zsh_equals_bash(tmp_path):
     (tmp_path / "completion.zsh").write_text(completion_script("zsh") + ANSWER)
     (tmp_path / "my_rewards.py").touch()
     (tmp_path / ".zshrc").touch()
@@ -74,7 +74,7 @@ _megatron_grpo 2>/dev/null; printf '%s\\n' "${{COMPREPLY[@]}}" """
     return subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_it_offers_every_command_every_setting_and_every_alias(tmp_path):
+def test_completion_offers_all_commands_settings_and_aliases(tmp_path):
     assert offered(tmp_path, "") == [*COMMANDS, "--help", "--version"]
     visible = [setting for setting in table().values() if not setting.is_hidden]
     expected = {name for setting in visible for name in (setting.name, *setting.aliases)} | {*MAPS}
@@ -86,7 +86,7 @@ def test_it_offers_every_command_every_setting_and_every_alias(tmp_path):
     assert offered(tmp_path, "completion", "") == ["bash", "zsh"]
 
 
-def test_every_value_that_it_offers_is_read(tmp_path):
+def test_completion_values_are_accepted_by_the_parser(tmp_path):
     checked = 0
     for setting in table().values():
         if setting.choices or setting.kind == "bool":
@@ -112,13 +112,13 @@ def test_scripts_have_the_syntax_of_their_shells(tmp_path):
             assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).stderr == ""
 
 
-def test_another_shell_is_refused_with_the_two_that_work():
+def test_completion_for_unsupported_shell_is_rejected():
     for words in ([], ["fish"], ["bash", "zsh"]):
         with pytest.raises(ConfigError, match="`megatron-grpo completion bash` or `megatron-grpo completion zsh`"):
             run_completion(words)
 
 
-def test_it_starts_without_torch():
+def test_completion_imports_no_torch():
     code = (
         "import sys; from megatron_grpo.cli import main; main(['completion', 'bash']); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'megatron', 'vllm')))"

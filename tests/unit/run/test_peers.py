@@ -36,13 +36,13 @@ def job():
     child.wait()
 
 
-def test_all_is_well_while_all_live(job):
+def test_peers_report_nothing_while_all_ranks_live(job):
     peers, _ = job
     assert peers.why_doomed() is None
 
 
 @pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "9, SIGKILL"), (signal.SIGRTMIN + 13, "47")])
-def test_a_killed_rank_is_named_with_its_signal_until_its_launcher_has_taken_it(job, number, says):
+def test_peers_report_killed_rank_with_signal(job, number, says):
     peers, child = job
     child.send_signal(number)
     while peers.why_doomed() is None:
@@ -52,7 +52,7 @@ def test_a_killed_rank_is_named_with_its_signal_until_its_launcher_has_taken_it(
     assert f"rank 1 died without an error message (process {child.pid} " in peers.explain(GLOO)
 
 
-def test_a_rank_that_was_done_before_it_left_is_no_death(job):
+def test_peers_ignore_rank_that_finished(job):
     peers, child = job
     others = Peers(peers._store, rank=1, processes=peers.processes)
     others.report_done()
@@ -61,14 +61,14 @@ def test_a_rank_that_was_done_before_it_left_is_no_death(job):
     assert peers.why_doomed() is None
 
 
-def test_a_rank_that_says_itself_why_it_failed_is_not_explained_again(job):
+def test_peers_do_not_explain_rank_that_reported_its_failure(job):
     peers, _ = job
     Peers(peers._store, rank=1, processes=peers.processes).report_failure()
     assert peers.why_doomed() == ""
     assert "another rank failed and reports the reason" in peers.explain(GLOO)
 
 
-def test_a_rank_that_said_why_it_failed_and_left_has_not_died_without_a_word(job):
+def test_peers_give_no_reason_for_rank_that_reported_failure_and_exited(job):
     """The others hear of it as their launcher ends them."""
     peers, child = job
     Peers(peers._store, rank=1, processes=peers.processes).report_failure()
@@ -78,11 +78,11 @@ def test_a_rank_that_said_why_it_failed_and_left_has_not_died_without_a_word(job
 
 
 @pytest.mark.parametrize("error", [ValueError("Connection closed by peer"), RuntimeError("shapes differ")])
-def test_an_error_of_this_rank_is_its_own(job, error):
+def test_peers_do_not_explain_errors_of_this_rank(job, error):
     assert job[0].explain(error) is None
 
 
-def test_a_rank_that_is_stopped_is_named_where_a_collective_waited_longer_than_it_may(job, tmp_path):
+def test_peers_name_stopped_rank_after_collective_timeout(job, tmp_path):
     """The other end lives and says nothing; its pulse stands still."""
     peers, _ = job
     store = dist.PrefixStore("watchdog", peers._store)
@@ -108,7 +108,7 @@ def test_a_rank_that_is_stopped_is_named_where_a_collective_waited_longer_than_i
     assert told.startswith(f"rank 1 (process {peers.processes[1].pid} on ") and "rank 2" not in told and "rank 0" not in told
 
 
-def test_where_shared_memory_is_full_a_death_is_put_down_to_it(job, tmp_path, monkeypatch):
+def test_peers_explain_death_by_full_shared_memory(job, tmp_path, monkeypatch):
     peers, child = job
     (tmp_path / "shm").mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path / "shm")], capture_output=True).returncode:

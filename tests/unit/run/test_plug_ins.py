@@ -25,19 +25,19 @@ def rows_with_protocols():
 
 
 @pytest.mark.parametrize(("row", "protocol"), rows_with_protocols())
-def test_the_function_is_there_and_takes_what_its_protocol_says(row, protocol):
+def test_plug_in_functions_exist_with_protocol_arguments(row, protocol):
     function = row.load()
     assert f"{function.__module__}.{function.__name__}" == row.path
     taken, called = inspect.signature(function).parameters, inspect.signature(protocol.__call__).parameters
     assert list(taken.values()) == [parameter for name, parameter in called.items() if name != "self"]
 
 
-def test_a_name_that_is_nowhere_is_an_error():
+def test_plug_in_with_unknown_name_raises():
     with pytest.raises(AttributeError, match="no_such"):
         PlugIn("megatron_grpo.plugins.servers.no_such").load()
 
 
-def test_every_value_of_a_setting_has_its_row():
+def test_plug_in_tables_have_a_row_for_every_setting_value():
     modes = typing.get_args(typing.get_type_hints(RolloutConfig)["vllm_mode"])
     assert set(plug_ins.ENGINES) == set(modes)
     players = {TurnsConfig(**values).player for values in ({}, {"agent": "a"}, {"agent_command": "a"}, {"environment": "a"})}

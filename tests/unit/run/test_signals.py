@@ -59,7 +59,7 @@ SLOW = "import pathlib, time\npathlib.Path(__file__).with_name('ready').touch()\
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_that_is_asked_to_stop_while_it_imports_says_so_and_leaves_as_one_that_trains(tmp_path, number):
+def test_stop_signal_during_import_exits_as_during_training(tmp_path, number):
     (tmp_path / "reward.py").write_text(SLOW)
     command = [sys.executable, "-m", "megatron_grpo", "train", "--reward_funcs", f"{tmp_path}/reward.py:f"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -93,13 +93,13 @@ def gone_within(pid: int, seconds: float) -> bool:
     [(number, number.name) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
     + [(STOP_BY_CALLBACK, "a callback")],
 )
-def test_a_signal_lets_the_step_finish_and_the_run_save(number, sender):
+def test_stop_signal_finishes_step_and_saves(number, sender):
     process = start(LOOP)
     process.send_signal(number)
     assert rest_of(process) == (f"saved, {sender}\n", 3)
 
 
-def test_the_echo_of_a_signal_by_the_launcher_does_not_cut_the_save_short():
+def test_repeated_signal_of_launcher_does_not_interrupt_the_save():
     process = start(LOOP, save_seconds=0.5)
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
@@ -107,7 +107,7 @@ def test_the_echo_of_a_signal_by_the_launcher_does_not_cut_the_save_short():
     assert rest_of(process) == ("saved, SIGINT\n", 3)
 
 
-def test_a_second_signal_ends_a_process_that_never_comes_to_the_flag():
+def test_second_signal_ends_a_blocked_process():
     process = start(BLOCKED)
     process.send_signal(signal.SIGTERM)
     time.sleep(2.2)
@@ -116,13 +116,13 @@ def test_a_second_signal_ends_a_process_that_never_comes_to_the_flag():
     assert rest_of(process, timeout=20)[1] == 128 + signal.SIGTERM
 
 
-def test_a_process_asked_to_stop_because_another_failed_leaves_at_once():
+def test_stop_signal_after_failure_of_another_rank_exits_immediately():
     process = start(BLOCKED, argument="lambda: os._exit(1)")
     process.send_signal(signal.SIGTERM)
     assert rest_of(process, timeout=20)[1] == 1
 
 
-def test_a_notice_of_an_end_does_not_make_the_signal_that_follows_an_impatient_one():
+def test_early_notice_signal_is_not_counted_as_first_stop_signal():
     """Slurm: SIGUSR1 a while before the end, SIGTERM at the end, SIGKILL half a minute later, in which the save may come to its end."""
     process = start(LOOP, save_seconds=3)
     process.send_signal(signal.SIGUSR1)
@@ -131,7 +131,7 @@ def test_a_notice_of_an_end_does_not_make_the_signal_that_follows_an_impatient_o
     assert rest_of(process) == ("saved, SIGUSR1\n", 3)
 
 
-def test_a_closed_terminal_changes_nothing_for_a_process_that_was_to_outlive_it():
+def test_ignored_sighup_stays_ignored():
     script = """
 import os, signal, time
 from megatron_grpo.run.signals import StopSignal
@@ -189,7 +189,7 @@ def test_a_signal_to_one_rank_reaches_the_others_without_a_collective(two_ranks)
     assert other.asked == heard.asked == StopReason("SIGUSR1", is_time=True)
 
 
-def test_a_limit_of_time_asks_as_a_signal_does(two_ranks):
+def test_time_limit_requests_stop_like_a_signal(two_ranks):
     ours, _ = two_ranks(limits=[TimeLimit(time.monotonic() + 1.0, "stop_after_minutes (1)")])
     assert not ours.should_cancel()
     until(ours.should_cancel)
@@ -197,7 +197,7 @@ def test_a_limit_of_time_asks_as_a_signal_does(two_ranks):
     assert ours.why(lambda asked: [None, asked]) == "stop_after_minutes (1)"
 
 
-def test_patience_is_counted_from_when_something_is_first_waited_for(two_ranks):
+def test_stop_patience_starts_at_first_wait(two_ranks):
     _, heard = two_ranks(patience=0.3)
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: heard.asked)
@@ -208,7 +208,7 @@ def test_patience_is_counted_from_when_something_is_first_waited_for(two_ranks):
     assert time.monotonic() - began >= 0.3
 
 
-def test_a_forked_child_dies_of_its_own_signal_and_the_parent_is_not_told():
+def test_forked_child_signal_does_not_stop_the_parent():
     script = """
 import os, signal, time
 from megatron_grpo.run.signals import StopSignal
@@ -227,7 +227,7 @@ print(os.waitstatus_to_exitcode(status), stop.received)
     assert rest_of(start(script)) == ("-15 None\n", 0)
 
 
-def test_restore_gives_the_signals_back():
+def test_stop_signal_restore_reinstates_handlers():
     script = """
 import os, signal, threading, time
 from megatron_grpo.run.signals import StopSignal
@@ -243,7 +243,7 @@ time.sleep(5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_worker_dies_with_a_launcher_that_was_killed():
+def test_worker_ends_with_killed_launcher():
     script = """
 import subprocess, sys, time
 worker = "from megatron_grpo.core.base.cleanup import die_with_parent as die; import time; die(); print('up', flush=True); time.sleep(60)"
@@ -303,7 +303,7 @@ def torchrun(folder: Path, what: str) -> tuple[subprocess.Popen, list[int]]:
     return process, [int(file.read_text()) for file in files]
 
 
-def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path):
+def test_ranks_end_with_killed_torchrun(tmp_path):
     launcher, workers = torchrun(tmp_path, "wait")
     assert all(map(is_alive, workers))
     launcher.kill()
@@ -311,7 +311,7 @@ def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path):
     assert all(gone_within(worker, 20) for worker in workers)
 
 
-def test_a_rank_that_waits_for_a_failed_one_is_gone_in_seconds_and_not_after_the_grace_of_the_launcher(tmp_path):
+def test_rank_waiting_for_failed_rank_exits_within_seconds(tmp_path):
     launcher, workers = torchrun(tmp_path, "fail")
     assert launcher.wait(timeout=60) != 0
     assert not any(map(is_alive, workers))
@@ -333,7 +333,7 @@ class Doomed:
 
 
 @pytest.mark.parametrize("leaves_unasked", [True, False])
-def test_under_nccl_a_rank_leaves_when_another_has_died_though_nobody_asks_it_to(monkeypatch, leaves_unasked):
+def test_nccl_rank_exits_when_another_rank_died(monkeypatch, leaves_unasked):
     monkeypatch.setattr(signals, "SECONDS_TO_REPORT", 0.3)
     others, left = Doomed(), threading.Event()
     stop = StopSignal(left.set, peers=others, leaves_unasked=leaves_unasked)

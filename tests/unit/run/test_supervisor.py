@@ -30,11 +30,11 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3])
-def test_a_command_that_ends_ends_the_program_with_its_exit_code(code):
+def test_supervisor_exits_with_exit_code_of_command(code):
     assert end(start(f"print('done')\nreturn {code}")) == (code, "done\n", "")
 
 
-def test_the_end_of_a_command_waits_for_threads_and_calls_what_is_registered_for_it_in_pythons_order():
+def test_supervisor_waits_for_threads_then_calls_atexit():
     body = """import atexit, threading
 from concurrent.futures import ThreadPoolExecutor
 def say(word): time.sleep(0.3); sys.stdout.write(word + ' ')
@@ -47,36 +47,36 @@ return 3"""
     assert sorted(out.split()[:2]) == ["pool", "thread"] and out.split()[2:] == ["atexit"]
 
 
-def test_output_that_cannot_be_written_at_the_end_is_not_success():
+def test_supervisor_exits_with_error_if_final_output_fails():
     assert end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 0"))[0] == 120
     assert end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 3"))[0] == 3
 
 
-def test_modules_are_not_destroyed_at_the_end():
+def test_supervisor_does_not_run_module_teardown():
     body = "class Slow:\n    def __del__(self): print('destroyed')\nsys.modules['json'].kept = Slow()\nreturn 0"
     assert end(start(f"import json\n{body}")) == (0, "", "")
 
 
 @pytest.mark.parametrize("how", ["os._exit(0)", "sys.exit(0)", "os.execv('/bin/true', ['true'])"])
-def test_leaving_early_with_0_is_exit_code_1(how):
+def test_supervisor_early_exit_with_0_gives_exit_code_1(how):
     code, _, said = end(start(f"{how}\nreturn 0"))
     assert code == 1
     assert said.startswith("megatron-grpo: the process ended with exit code 0 before its command was complete, so it exits with 1.")
 
 
-def test_a_process_that_is_left_behind_holds_nothing_up():
+def test_supervisor_does_not_wait_for_leftover_process():
     code, _, said = end(start("if os.fork() == 0:\n    os.close(1), os.close(2), time.sleep(3), os._exit(0)\nos._exit(0)"))
     assert code == 1 and "before its command was complete" in said
 
 
-def test_other_codes_and_signals_are_the_childs():
+def test_supervisor_passes_on_exit_codes_and_signals():
     assert end(start("os._exit(7)"))[0] == 7
     assert end(start("os.kill(os.getpid(), signal.SIGKILL)"))[0] == -signal.SIGKILL
     assert end(start("os.kill(os.getpid(), signal.SIGABRT)"))[0] == -signal.SIGABRT
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_to_the_program_reaches_the_command_once(number):
+def test_supervisor_forwards_a_signal_once(number):
     process = start(
         "heard = []\n"
         f"signal.signal({int(number)}, lambda number, frame: heard.append(number))\n"
@@ -91,7 +91,7 @@ def test_a_signal_to_the_program_reaches_the_command_once(number):
     assert end(process) == (3, f"[{int(number)}]\n", "")
 
 
-def test_no_child_outlives_the_program():
+def test_supervisor_children_end_with_the_program():
     process = start("print(os.getpid(), flush=True)\ntime.sleep(1000)")
     child = int(process.stdout.readline())
     assert child != process.pid
@@ -118,7 +118,7 @@ def test_no_child_outlives_the_program():
     ],
     ids=["stopped", "in C"],
 )
-def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(tmp_path, how, state):
+def test_supervisor_ends_silent_command_with_its_stack(tmp_path, how, state):
     """Alone it has no other rank that could notice."""
     lines = [
         "from megatron_grpo.core.base import activity",
@@ -140,7 +140,7 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
     assert "in command" in (tmp_path / "watchdog/rank_00000.txt").read_text()
 
 
-def test_a_command_that_is_not_watched_may_be_silent():
+def test_supervisor_without_watchdog_ignores_silence():
     lines = [
         "from megatron_grpo.run.watchdog import register, write_down",
         "register()",

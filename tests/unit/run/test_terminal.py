@@ -24,7 +24,7 @@ open(sys.argv[1], "w").write("done")
 
 
 @pytest.mark.parametrize(("call", "ends"), [("ignore_closed_terminal()", True), ("", False)])
-def test_what_is_printed_to_a_terminal_that_has_gone_is_lost_and_nothing_else(tmp_path, call, ends):
+def test_closed_terminal_loses_output_without_ending_the_process(tmp_path, call, ends):
     """Without the call it fails, so the terminal really is gone."""
     ours, theirs = os.openpty()
     program = [sys.executable, "-c", SCRIPT.format(call=call), str(tmp_path / "end")]

@@ -26,7 +26,7 @@ class Hours:
         return self.now
 
 
-def test_seconds_in_which_this_process_did_not_live_are_not_counted():
+def test_hang_detector_does_not_count_suspended_time():
     clock = Hours()
     age = TimeSinceChange(5.0, clock)
     age.update("x")
@@ -65,36 +65,36 @@ def periods_until(period, most=60, **what):
     return None
 
 
-def test_a_neighbour_whose_pulse_stands_still_is_silent_and_one_that_has_left_is_not(job):
+def test_hang_detector_reports_silent_neighbor_but_not_finished_one(job):
     _, period = job
     assert periods_until(period, moves=int, moving=int, neighbour=Heartbeat(beat=3)) == (12, "silent")
     assert periods_until(period, moves=int, moving=int, neighbour=Heartbeat(beat=4, has_left=True)) is None
     assert periods_until(period, moves=int, moving=int, neighbour=lambda number: Heartbeat(beat=5 + number)) is None
 
 
-def test_a_neighbour_is_silent_for_as_long_as_its_reward_may_take(job):
+def test_hang_detector_extends_neighbor_limit_by_reward_timeout(job):
     _, period = job
     assert periods_until(period, moves=int, moving=int, neighbour=Heartbeat(beat=3, pause=200.0)) == (32, "silent")
 
 
-def test_a_rank_that_waits_for_nobody_is_stuck_though_others_move(job):
+def test_hang_detector_reports_stuck_rank_outside_collectives(job):
     _, period = job
     assert periods_until(period, moves=0, moving=int, is_alone=True) == (12, "stuck")
     assert periods_until(period, moves=1, moving=int, is_alone=True, pause=60.0) == (18, "stuck")
 
 
-def test_a_rank_that_waits_is_no_alarm_while_anybody_moves(job):
+def test_hang_detector_ignores_waiting_rank_while_another_moves(job):
     _, period = job
     assert periods_until(period, moves=0, moving=int) is None
     assert periods_until(period, moves=0, moving=99) == (12, "standstill")
 
 
-def test_a_rank_that_moves_is_no_alarm_however_slow(job):
+def test_hang_detector_ignores_slow_moving_rank(job):
     _, period = job
     assert periods_until(period, moves=lambda number: number // 9, moving=lambda number: number // 9, is_alone=True) is None
 
 
-def test_a_rank_vouches_while_it_moves_or_its_phase_may_stand_still():
+def test_hang_detector_heartbeat_continues_while_moving_or_paused():
     clock = Hours()
     alarms = HangDetector(100.0, 10.0, clock)
     said = []
@@ -123,11 +123,11 @@ WAITS = account()
     ],
     ids=["silent", "stuck", "waits for nobody", "behind", "behind in a collective", "nobody"],
 )
-def test_the_culprit_is_the_one_that_the_others_wait_for(accounts, named):
+def test_watchdog_verdict_blames_rank_that_others_wait_for(accounts, named):
     assert suspect_ranks(dict(enumerate(accounts))) == named
 
 
-def test_what_is_said_names_rank_host_step_phase_and_place():
+def test_watchdog_verdict_names_rank_host_step_phase_and_line():
     stopped = "it is stopped (SIGSTOP or SIGTSTP)"
     silent = account(is_silent=True, waits="", state=stopped, where="reward.py line 3, f", words="scoring rewards")
     text = verdict({0: WAITS, 1: silent, 2: WAITS}, {0: "a", 1: "b", 2: "b"}, 300.0)
@@ -138,13 +138,13 @@ def test_what_is_said_names_rank_host_step_phase_and_place():
     ]
 
 
-def test_of_16384_ranks_few_are_named():
+def test_watchdog_verdict_names_few_of_16384_ranks():
     accounts = {rank: account(is_silent=True, waits="", state="no rank on its machine responds") for rank in range(16384)}
     text = verdict(accounts, dict.fromkeys(range(16384), "host"), 300.0)
     assert len(text) < 2000 and "So do 16376 more ranks: 8, 9," in text
 
 
-def test_a_stopped_process_tells_where_it_is():
+def test_watchdog_innermost_frame_of_stopped_process():
     lines = ["from megatron_grpo.run import watchdog", "import time", "watchdog.register()"]
     program = "\n".join([*lines, "def here():", "    print('x', flush=True)", "    time.sleep(600)", "here()"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -291,7 +291,7 @@ def ends(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", list(HANGS))
-def test_a_rank_that_hangs_is_named_and_its_job_ends(ends, name):
+def test_watchdog_names_hanging_rank_and_ends_job(ends, name):
     codes, folder = ends
     which, phase, _, what = HANGS[name]
     logs = [(folder / name / f"log_{rank}").read_text() for rank in (0, 1)]
@@ -313,7 +313,7 @@ def test_a_rank_that_hangs_is_named_and_its_job_ends(ends, name):
 
 
 @pytest.mark.parametrize("name", list(SLOW))
-def test_a_rank_that_is_slow_is_left_alone(ends, name):
+def test_watchdog_ignores_slow_rank(ends, name):
     codes, folder = ends
     assert codes[name] == [0, 0], [(folder / name / f"log_{rank}").read_text() for rank in (0, 1)]
     assert not (folder / name / "watchdog").exists()

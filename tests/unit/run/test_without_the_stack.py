@@ -70,12 +70,12 @@ def flags(tmp_path_factory):
     return [*flags, "--max_completion_length", "16", "--global_batch_size", "16"], folder
 
 
-def test_pip_installs_the_training_stack_on_linux_alone():
+def test_requirements_include_training_stack_on_linux_only():
     assert required("darwin") == {"numpy", "pyyaml", "rich", "psutil"}
     assert {"torch", "megatron-core", "transformers"} <= required("linux")
 
 
-def test_plan_answers(bare, flags):
+def test_plan_runs_without_training_stack(bare, flags):
     code, told = bare("plan", "--world_size", "1", *flags[0])
     assert code == 0 and "optimizer step" in told, told
     code, told = bare("plan", "--world_size", "1", *flags[0], "--tools", f"{flags[1]}/tool.py:add")
@@ -83,13 +83,13 @@ def test_plan_answers(bare, flags):
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "dry-run"])
-def test_a_command_names_the_package_that_it_needs(bare, flags, command):
+def test_command_without_package_names_it(bare, flags, command):
     code, told = bare(command, *flags[0])
     assert code == 2 and "Traceback" not in told
     assert told.startswith("megatron-grpo: this command needs ") and ", which is not installed. On GPUs: pip install" in told
 
 
-def test_without_its_extra_the_referee_is_one_sentence_and_keeps_its_help(bare):
+def test_referee_without_extra_prints_remedy_and_keeps_help(bare):
     code, told = bare("referee", "dump", "--of", "trl")
     remedy = "pip install 'megatron-grpo[referee]'; in a clone: bash tools/install.sh referee."
     assert (code, told) == (2, f"megatron-grpo: this command needs megatron_grpo_referee, which is not installed. {remedy}\n")
@@ -98,7 +98,7 @@ def test_without_its_extra_the_referee_is_one_sentence_and_keeps_its_help(bare):
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("plan", "init", "completion")])
-def test_off_linux_a_command_that_runs_ranks_is_refused(monkeypatch, capsys, command):
+def test_commands_with_ranks_are_rejected_outside_linux(monkeypatch, capsys, command):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main([command]) == 2
     assert f"{command} requires Linux; this is darwin, where only `plan`, `init` and `completion` run" in capsys.readouterr().err
