@@ -32,7 +32,7 @@ def child(generations: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
-def test_children_and_their_children_end_with_a_parent_that_is_killed(tmp_path):
+def test_server_child_processes_end_with_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

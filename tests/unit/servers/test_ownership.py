@@ -30,7 +30,7 @@ def pushed(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
     own.end_update(own.begin_update(keeps_base=False), version, is_base=True)
 
 
-def test_a_server_that_started_holds_no_version_and_answers_nobody(own):
+def test_ownership_of_new_server_rejects_requests(own):
     with pytest.raises(RequestRefusedError, match="has no owner; claim it first"):
         own.require("1")
     with pytest.raises(RequestRefusedError, match="has no weights, but version 0 was requested"):
@@ -39,7 +39,7 @@ def test_a_server_that_started_holds_no_version_and_answers_nobody(own):
         own.require(None)  # no header is not nobody's
 
 
-def test_another_run_is_refused_by_the_owners_name_until_the_lease_is_over(own, clock):
+def test_ownership_rejects_other_run_until_lease_expires(own, clock):
     pushed(own)
     clock.now += LEASE_SECONDS - 1
     with pytest.raises(RequestRefusedError, match=r"run 'mine' owns this server \(last request 59 s ago; it is released 60 s after that\)"):
@@ -56,14 +56,14 @@ def test_another_run_is_refused_by_the_owners_name_until_the_lease_is_over(own, 
         own.require("1")
 
 
-def test_a_lease_that_is_over_and_that_nobody_took_is_the_owners_again(own, clock):
+def test_ownership_of_expired_unclaimed_lease_is_renewed(own, clock):
     pushed(own)
     clock.now += 10 * LEASE_SECONDS
     own.require("1")
     own.require_version(3)
 
 
-def test_the_same_run_takes_over_from_its_earlier_process_at_once_and_never_back(own):
+def test_ownership_passes_to_later_process_of_same_run_only(own):
     pushed(own, "2026-a")
     before = own.weight_epoch
     assert own.claim(ClaimRequest(run="mine", incarnation="2026-b"))
@@ -75,14 +75,14 @@ def test_the_same_run_takes_over_from_its_earlier_process_at_once_and_never_back
     own.require("2026-b")
 
 
-def test_a_claim_again_changes_nothing(own):
+def test_ownership_repeated_claim_has_no_effect(own):
     pushed(own)
     before = own.weight_epoch
     assert not own.claim(ClaimRequest(run="mine", incarnation="1"))
     assert own.version == 3 and own.has_base and own.weight_epoch == before
 
 
-def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
+def test_ownership_has_no_version_during_weight_update(own):
     pushed(own)
     weight_epoch = own.begin_update(keeps_base=False)
     with pytest.raises(RequestRefusedError):
@@ -95,7 +95,7 @@ def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
     assert not own.has_base
 
 
-def test_a_push_that_fails_leaves_no_version_and_an_adapter_that_fails_leaves_the_base(own):
+def test_ownership_failed_update_leaves_no_version_and_keeps_base(own):
     pushed(own)
     own.begin_update(keeps_base=True)
     assert own.version is None and own.has_base
@@ -103,7 +103,7 @@ def test_a_push_that_fails_leaves_no_version_and_an_adapter_that_fails_leaves_th
     assert own.version is None and not own.has_base
 
 
-def test_a_base_makes_no_version_before_its_adapter(own):
+def test_ownership_base_weights_without_adapter_have_no_version(own):
     own.claim(ClaimRequest(run="mine", incarnation="1"))
     own.end_update(own.begin_update(keeps_base=False), None, is_base=True)
     assert own.version is None and own.has_base
@@ -112,7 +112,7 @@ def test_a_base_makes_no_version_before_its_adapter(own):
 
 
 @pytest.mark.parametrize("change", ["claim", "release", "push"])
-def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(own, change):
+def test_ownership_update_of_previous_owner_gives_no_version(own, change):
     pushed(own)
     weight_epoch = own.begin_update(keeps_base=False)
     if change == "claim":
@@ -126,7 +126,7 @@ def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(o
     assert own.version is None and not own.has_base
 
 
-def test_a_released_server_goes_to_the_first_claim_and_holds_nothing(own):
+def test_ownership_released_server_accepts_first_claim_without_weights(own):
     pushed(own)
     with pytest.raises(RequestRefusedError):
         own.release("2")
@@ -135,7 +135,7 @@ def test_a_released_server_goes_to_the_first_claim_and_holds_nothing(own):
     assert own.claim(ClaimRequest(run="other", incarnation="0"))
 
 
-def test_a_stream_that_is_read_keeps_the_server_and_one_of_an_earlier_tenure_does_not(own, clock):
+def test_ownership_lease_is_extended_by_streams_of_current_owner(own, clock):
     pushed(own)
     old = own.weight_epoch
     for _ in range(5):

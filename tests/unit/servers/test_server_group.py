@@ -69,7 +69,7 @@ def ready(servers, found, version=1):
 # ---- who is there ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_waits_at_its_start_for_all_that_are_named_and_later_for_one(opened, fleet_of, monkeypatch):
+def test_server_group_waits_for_all_at_start_and_for_one_later(opened, fleet_of, monkeypatch):
     clock = itertools.count(step=0.1)  # seconds pass by the looks at it, so a machine that is busy elsewhere changes nothing
     monkeypatch.setattr(server_group, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
     monkeypatch.setattr(server_group, "SECONDS_BETWEEN_SIGNS", 0.2)
@@ -87,7 +87,7 @@ def test_a_run_waits_at_its_start_for_all_that_are_named_and_later_for_one(opene
     assert {str(member) for member in found.gather()} == {str(first.address), str(again.address)}
 
 
-def test_a_run_that_is_started_again_begins_with_whoever_is_there(opened, fleet_of):
+def test_server_group_of_restarted_run_starts_with_available_servers(opened, fleet_of):
     first, second = opened(SmallServer()), SmallServer()
     second.close()
     found = fleet_of(first, second, timeout=60.0, waits_for_all=False)
@@ -95,7 +95,7 @@ def test_a_run_that_is_started_again_begins_with_whoever_is_there(opened, fleet_
     assert "refused" in found.said[0] and found.said[0].startswith(f"starting without {second.address}")
 
 
-def test_nobody_there_in_time_ends_the_run_with_their_names(fleet_of):
+def test_server_group_without_servers_raises_with_addresses(fleet_of):
     server = SmallServer()
     server.close()
     with pytest.raises(NoRolloutServerError, match=f"within 0.4 s .vllm_server_timeout.: {server.address} .*refused"):
@@ -104,7 +104,7 @@ def test_nobody_there_in_time_ends_the_run_with_their_names(fleet_of):
         fleet_of(timeout=0.4).gather()
 
 
-def test_a_server_of_another_run_is_an_error_at_the_start_and_passed_over_later(opened, fleet_of):
+def test_server_group_server_of_other_run_raises_at_start_and_is_skipped_later(opened, fleet_of):
     free, taken = opened(SmallServer()), opened(SmallServer())
     taken.claim = wire.ClaimRequest(run="theirs", incarnation="x")
     with pytest.raises(ConfigError, match="run 'theirs' owns this server"):
@@ -116,7 +116,7 @@ def test_a_server_of_another_run_is_an_error_at_the_start_and_passed_over_later(
     assert [str(member) for member in found.gather()] == [str(free.address)]
 
 
-def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(opened, fleet_of):
+def test_server_group_claim_of_later_process_ends_earlier_one(opened, fleet_of):
     server = opened(SmallServer())
     old, new = fleet_of(server, incarnation="1"), fleet_of(server, incarnation="2")
     old.gather()
@@ -146,7 +146,7 @@ def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(ope
         ),
     ],
 )  # fmt: skip
-def test_a_server_that_cannot_serve_the_run_is_named_with_what_it_lacks(opened, fleet_of, needs, sentence):
+def test_server_group_rejects_incompatible_server_with_reason(opened, fleet_of, needs, sentence):
     server = opened(SmallServer())
     shape = {"hidden_size": 32, "norm_epsilon": 1e-5, "rope.theta": 1e4, "num_layers": 2, "windows": [3]}
     server.state = replace(server.state, shape=shape)
@@ -154,7 +154,7 @@ def test_a_server_that_cannot_serve_the_run_is_named_with_what_it_lacks(opened, 
         fleet_of(server, needs=needs).gather()
 
 
-def test_a_server_with_another_token_is_an_error_at_the_start(opened, fleet_of):
+def test_server_group_server_with_wrong_token_raises_at_start(opened, fleet_of):
     with pytest.raises(ConfigError, match="the token is missing or wrong"):
         fleet_of(opened(SmallServer()), token="another one").gather()
 
@@ -164,7 +164,7 @@ def certificate(tmp_path_factory):
     return certificate_in(tmp_path_factory.mktemp("tls"))
 
 
-def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(opened, certificate, tmp_path):
+def test_server_group_trusts_only_configured_certificates(opened, certificate, tmp_path):
     server = opened(SmallServer(certificate=certificate))
     server.took(1)
     trusted, stranger = (
@@ -180,7 +180,7 @@ def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(op
         http.make_tls_context(str(tmp_path / "no.pem"))
 
 
-def test_a_file_that_holds_something_else_is_an_error_at_the_start_and_a_word_later(opened, fleet_of):
+def test_server_group_invalid_address_file_raises_at_start_and_is_logged_later(opened, fleet_of):
     server, broken = opened(SmallServer()), False
 
     def addresses():
@@ -204,13 +204,13 @@ def test_a_file_that_holds_something_else_is_an_error_at_the_start_and_a_word_la
         (["127.0.0.1", "10.0.0.1", "::1"], ["10.0.0.1", "10.0.0.1", "10.0.0.1"]),
     ],
 )
-def test_a_server_of_this_machine_is_told_what_servers_of_others_can_reach(seen, told):
+def test_rendezvous_address_for_local_server_is_reachable_from_others(seen, told):
     from megatron_grpo.plugins.servers.weight_broadcast import rendezvous_addresses
 
     assert rendezvous_addresses(seen) == told
 
 
-def test_a_frozen_server_is_waited_for_once_and_taken_up_when_it_thaws(opened, fleet_of, monkeypatch):
+def test_server_group_waits_once_for_frozen_server_and_readds_it(opened, fleet_of, monkeypatch):
     for where in (server_group, http):
         monkeypatch.setattr(where, "CONNECT", 1.0)
     monkeypatch.setattr(server_group, "SECONDS_BETWEEN_SIGNS", 0.1)
@@ -230,7 +230,7 @@ def test_a_frozen_server_is_waited_for_once_and_taken_up_when_it_thaws(opened, f
         time.sleep(0.05)  # between two looks
 
 
-def test_a_server_that_was_started_again_has_proven_nothing(opened, fleet_of):
+def test_server_group_restarted_server_is_unverified(opened, fleet_of):
     server = opened(SmallServer())
     found = fleet_of(server)
     (member,) = found.gather()
@@ -240,7 +240,7 @@ def test_a_server_that_was_started_again_has_proven_nothing(opened, fleet_of):
     assert not found.gather()[0].is_proven
 
 
-def test_the_name_of_a_run_lies_where_it_writes(tmp_path):
+def test_run_name_is_stored_in_output_dir(tmp_path):
     assert run_name(tmp_path) is None
     name = read_run_name(tmp_path)
     assert name.startswith(f"{tmp_path.name}-") and read_run_name(tmp_path) == run_name(tmp_path) == name
@@ -249,7 +249,7 @@ def test_the_name_of_a_run_lies_where_it_writes(tmp_path):
 # ---- questions -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_all_servers_answer_and_every_prompt_has_the_answer_of_its_own_seed(opened, fleet_of):
+def test_server_group_splits_prompts_and_keeps_seeds(opened, fleet_of):
     all_asked = threading.Event()
 
     def once_all_are_asked(server, body):  # on a busy machine the first might have answered all before the last is reached
@@ -285,7 +285,7 @@ def breaks_after(count, how=Broken):
 
 
 @pytest.mark.parametrize("half", [None, b'{"key": "1", "comp'], ids=["between lines", "in a line"])
-def test_what_a_dead_server_had_goes_to_the_others(opened, fleet_of, half):
+def test_server_group_resends_prompts_of_dead_server(opened, fleet_of, half):
     bad = opened(SmallServer(breaks_after(3, how=Broken if half is None else lambda request: half)))
     good = opened(SmallServer())
     found, asked = fleet_of(bad, good), question(60)
@@ -296,7 +296,7 @@ def test_what_a_dead_server_had_goes_to_the_others(opened, fleet_of, half):
     assert sum("is not used until the next weight sync" in said for said in found.said) == 1
 
 
-def test_where_nobody_is_left_the_question_goes_on_with_what_it_has(opened, fleet_of):
+def test_server_group_without_servers_returns_partial_answers_and_continues(opened, fleet_of):
     server = opened(SmallServer(breaks_after(5)))
     found, asked = fleet_of(server), question(20)
     ready([server], found)
@@ -313,7 +313,7 @@ def test_where_nobody_is_left_the_question_goes_on_with_what_it_has(opened, flee
     assert {key for call in server.asked[asked_before:] for key in call} == {str(i) for i in range(20)} - {str(i) for i in before}
 
 
-def test_a_server_without_the_weights_is_not_asked_again_and_nobody_died(opened, fleet_of):
+def test_server_group_excludes_server_with_stale_weights(opened, fleet_of):
     stale, good = opened(SmallServer()), opened(SmallServer())
     found, asked = fleet_of(stale, good), question(30)
     ready([stale, good], found)
@@ -322,7 +322,7 @@ def test_a_server_without_the_weights_is_not_asked_again_and_nobody_died(opened,
     assert asked.wait() == 0 and not asked._router.deaths and len(stale.asked) <= 2
 
 
-def test_an_error_of_a_prompt_ends_the_question_with_its_sentence(opened, fleet_of):
+def test_server_group_prompt_error_raises_with_prompt(opened, fleet_of):
     def lines(server, body):
         for request in body.requests:
             yield wire.encode_line(wire.GenerateLine(key="7", error="too long") if request.key == "7" else answer(request, body.version))
@@ -336,7 +336,7 @@ def test_an_error_of_a_prompt_ends_the_question_with_its_sentence(opened, fleet_
     assert len(found.used) == 2  # no server is to blame
 
 
-def test_a_prompt_that_kills_three_servers_is_named(opened, fleet_of):
+def test_server_group_prompt_that_kills_three_servers_raises(opened, fleet_of):
     def lines(server, body):
         for request in body.requests:
             if request.key == "3":
@@ -357,7 +357,7 @@ def test_a_prompt_that_kills_three_servers_is_named(opened, fleet_of):
     ("wrong", "sentence"),
     [(dict(reason="abort"), "a completion has finish reason 'abort'"), (dict(versions=((0, 0, 3),)), "the weights of version 0, not 1")],
 )
-def test_an_answer_that_is_none_is_a_server_lost(opened, fleet_of, wrong, sentence):
+def test_server_group_malformed_answer_drops_server(opened, fleet_of, wrong, sentence):
     def lines(server, body):
         for request in body.requests:
             yield wire.encode_line(answer(request, body.version, **wrong))
@@ -371,7 +371,7 @@ def test_an_answer_that_is_none_is_a_server_lost(opened, fleet_of, wrong, senten
     assert any(sentence in said for said in found.said)
 
 
-def test_a_silent_server_is_given_up_and_one_that_sends_empty_lines_is_not(opened, fleet_of, monkeypatch):
+def test_server_group_drops_silent_server_but_not_one_with_keepalives(opened, fleet_of, monkeypatch):
     monkeypatch.setattr(http, "SILENCE", 2.0)
 
     def slow(server, body):
@@ -395,7 +395,7 @@ def test_a_silent_server_is_given_up_and_one_that_sends_empty_lines_is_not(opene
     assert requests.ENDS == ("stop", "length")
 
 
-def test_what_goes_wrong_in_a_call_by_our_own_fault_ends_the_question(opened, fleet_of):
+def test_server_group_internal_error_raises(opened, fleet_of):
     """Not for ever: who asks again and again would hear of it in threads alone. Such a seed has no JSON."""
     server = opened(SmallServer(all_at_once))
     found = fleet_of(server)

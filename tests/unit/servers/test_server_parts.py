@@ -79,7 +79,7 @@ def until(is_so):
         time.sleep(0.01)  # what is waited for happens in another thread
 
 
-def test_an_interruption_returns_what_each_part_has_sampled_and_what_ended_since_the_last_look(parts_of):
+def test_server_parts_interrupt_returns_sampled_tokens_and_finished_parts(parts_of):
     parts, group, [server] = parts_of(partial(until_aborted, counts={"2/0": 0}))
     for number, length in enumerate((1, 3, 4)):
         submit(parts, (number, 0), length)
@@ -93,14 +93,14 @@ def test_an_interruption_returns_what_each_part_has_sampled_and_what_ended_since
     assert len(server.asked) == 1  # nothing is sent after an interruption
 
 
-def test_a_part_that_a_server_had_not_read_at_the_first_abort_ends_at_the_next(parts_of):
+def test_server_parts_unread_at_first_abort_end_at_second(parts_of):
     parts, _, [server] = parts_of(partial(until_aborted, times=2))
     submit(parts, (0, 0), 3)
     until(lambda: server.asked)
     assert [(key, turn.token_ids) for key, turn in parts.interrupt()] == [((0, 0), (3, 4))] and server.aborts == 2
 
 
-def test_a_part_that_ends_as_aborted_without_an_abort_is_malformed(parts_of):
+def test_server_parts_aborted_without_abort_are_malformed(parts_of):
     parts, group, [_] = parts_of(lambda server, body: iter([line(body.requests[0], 2, "abort")]))
     submit(parts, (0, 0), 3)
     with pytest.raises(TurnServerLostError):
@@ -108,7 +108,7 @@ def test_a_part_that_ends_as_aborted_without_an_abort_is_malformed(parts_of):
     assert not group.used and "abort" in next(iter(group.members.values())).trouble
 
 
-def test_a_server_that_is_silent_costs_as_long_as_a_stream_may_be_silent_and_the_tokens_of_others_stay(parts_of, monkeypatch):
+def test_server_parts_silent_server_costs_one_timeout_and_others_keep_tokens(parts_of, monkeypatch):
     monkeypatch.setattr(http, "SILENCE", 1.0)
 
     def goes_silent(server, body):
@@ -128,7 +128,7 @@ def test_a_server_that_is_silent_costs_as_long_as_a_stream_may_be_silent_and_the
     assert [str(member) for member in group.used] == [str(good.address)]
 
 
-def test_abandoned_parts_are_not_sent(parts_of):
+def test_server_parts_that_are_abandoned_are_not_sent(parts_of):
     parts, _, [server] = parts_of(until_aborted)
     submit(parts, (0, 0), 3)
     until(lambda: server.asked)
@@ -138,7 +138,7 @@ def test_abandoned_parts_are_not_sent(parts_of):
     assert server.asked == [("0/0",)] and not parts._calls
 
 
-def test_groups_are_sent_whole_and_in_order_as_far_as_there_is_room(parts_of):
+def test_server_parts_send_whole_groups_in_order_within_capacity(parts_of):
     parts, _, servers = parts_of(until_aborted, until_aborted, max_num_seqs=3)
     for number in range(8):
         for place in range(4):
@@ -151,7 +151,7 @@ def test_groups_are_sent_whole_and_in_order_as_far_as_there_is_room(parts_of):
     assert len(parts.interrupt()) == 16
 
 
-def test_what_a_lost_server_had_is_sent_to_another_and_room_that_becomes_free_is_used_while_nobody_waits(parts_of):
+def test_server_parts_of_lost_server_are_resent_and_free_slots_are_used(parts_of):
     gate = threading.Event()
 
     def breaks(server, body):
@@ -174,7 +174,7 @@ def test_what_a_lost_server_had_is_sent_to_another_and_room_that_becomes_free_is
     assert [str(member) for member in group.used] == [str(good.address)]
 
 
-def test_a_part_with_which_three_servers_died_is_the_end(parts_of):
+def test_server_parts_raise_after_three_server_deaths(parts_of):
     def breaks(server, body):
         raise Broken
         yield b""

@@ -76,7 +76,7 @@ def told(groups):
     return {group.prompt.number: (group.version, [one.answer_ids for one in group.completions]) for group in groups}
 
 
-def test_answers_come_while_nobody_waits_and_are_those_of_a_question_that_is_waited_for(engine_of):
+def test_server_engine_background_answers_equal_synchronous_ones(engine_of):
     gate = threading.Event()
 
     def late(server, body):
@@ -92,7 +92,7 @@ def test_answers_come_while_nobody_waits_and_are_those_of_a_question_that_is_wai
     assert list(ahead) == list(range(6)) and ahead == told(engine.generate(PROMPTS, SAMPLING, seed=7))
 
 
-def test_what_is_left_when_all_servers_are_lost_is_answered_by_the_weights_that_are_pushed_then(engine_of):
+def test_server_engine_after_losing_all_servers_answers_rest_with_new_weights(engine_of):
     def dies_after_three(server, body):
         if server.state.version == 4:
             yield from all_at_once(server, body)
@@ -114,7 +114,7 @@ def test_what_is_left_when_all_servers_are_lost_is_answered_by_the_weights_that_
     assert {number: version for number, (version, _) in told(generator.groups(PROMPTS)).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}
 
 
-def test_what_nobody_wants_any_more_is_no_longer_asked(engine_of):
+def test_server_engine_dropped_future_closes_its_connections(engine_of):
     ended = threading.Event()
 
     def without_end(server, body):
@@ -137,7 +137,7 @@ def test_what_nobody_wants_any_more_is_no_longer_asked(engine_of):
     assert {version for version, _ in told(engine.generate(PROMPTS, SAMPLING, seed=7)).values()} == {2}
 
 
-def test_experts_come_with_the_answers_and_those_of_a_prompt_from_the_first_of_its_group(engine_of):
+def test_server_engine_returns_experts_with_prompt_routes_of_first_completion(engine_of):
     def with_experts(server, body):
         for request in body.requests:
             one = answer(request, body.version)
@@ -153,7 +153,7 @@ def test_experts_come_with_the_answers_and_those_of_a_prompt_from_the_first_of_i
         assert (first[4] == -1).all() and (second[4] == -1).all()  # the last token, which was not run, routes freely
 
 
-def test_a_server_that_leaves_experts_out_is_no_server_to_replay_from(engine_of):
+def test_server_engine_server_without_experts_is_rejected_for_replay(engine_of):
     engine, _ = engine_of(all_at_once, returns_experts=True)
     with pytest.raises(InvalidRoutingError, match="returned no routed experts"):
         engine.generate(PROMPTS, SAMPLING, seed=7)
@@ -175,7 +175,7 @@ def until(is_so):
         time.sleep(0.01)  # nobody tells: what is waited for happens in another thread
 
 
-def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_pushed(engine_of):
+def test_server_engine_finishes_turns_of_lost_server_before_weight_sync(engine_of):
     gate = threading.Event()
 
     def one_breaks(server, body):
@@ -202,7 +202,7 @@ def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_
 
 
 @pytest.mark.parametrize("asks", ["prompts", "turns"])
-def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engine_of, asks):
+def test_server_engine_call_ended_by_weight_sync_does_not_drop_server(engine_of, asks):
     gate = threading.Event()
 
     def ends_at_a_push(server, body):
@@ -233,7 +233,7 @@ def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engi
     lambda broadcaster: broadcaster.send_update(WeightUpdate(kind="weights", version=2, tensors=())),
     lambda broadcaster: broadcaster.scores([], 2),
 ], ids=["push", "scores"])  # fmt: skip
-def test_a_push_that_finds_nobody_there_is_made_again_when_somebody_is(engine_of, job):
+def test_server_engine_weight_sync_without_servers_is_repeated(engine_of, job):
     engine, _ = engine_of(all_at_once)
     server_group = engine._broadcaster.server_group
     for member in server_group.used:

@@ -67,7 +67,7 @@ def is_right(found) -> bool:
     return len(found) == len(RIGHT) and all(np.allclose(one, right, atol=1e-6) for one, right in zip(found, RIGHT, strict=True))
 
 
-def test_every_sequence_gets_its_own_numbers_whoever_answers_and_in_whatever_order(opened):
+def test_teacher_logprobs_match_their_sequences_for_any_server_and_order(opened):
     asked = {}
 
     def counting(server, body):
@@ -80,7 +80,7 @@ def test_every_sequence_gets_its_own_numbers_whoever_answers_and_in_whatever_ord
     assert teacher.logprobs([]) == []
 
 
-def test_what_a_lost_server_had_is_asked_of_the_others_and_it_is_taken_up_when_it_is_back(opened):
+def test_teacher_resends_sequences_of_lost_server_and_readds_it(opened):
     calls = []
 
     def dying(server, body):
@@ -95,7 +95,7 @@ def test_what_a_lost_server_had_is_asked_of_the_others_and_it_is_taken_up_when_i
     assert len(calls) > 2
 
 
-def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_drawn_alone(opened):
+def test_teacher_scores_each_context_at_sampled_tokens_only(opened):
     """Two contexts of 6 tokens: places are counted inside each."""
     mask = np.array([0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1], dtype=bool)
     row = TokenSequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
@@ -118,21 +118,21 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
         (dict(max_model_len=63), "start it with --vllm_max_model_len 64"),
     ],
 )
-def test_a_server_that_cannot_teach_this_run_is_named_before_it_begins(opened, state, sentence):
+def test_teacher_server_that_is_incompatible_is_rejected_before_the_run(opened, state, sentence):
     with pytest.raises(ConfigError, match=sentence):
         teacher_of(opened(**state)).gather()
     [problem] = teacher_of(opened(**state)).problems()
     assert sentence in problem.message and problem.flags == ("teacher_model_server",)
 
 
-def test_two_servers_of_two_models_are_no_teacher_and_neither_is_one_with_another_token(opened):
+def test_teacher_servers_of_different_models_or_tokens_are_rejected(opened):
     with pytest.raises(ConfigError, match="this run's teacher is another model"):
         teacher_of(opened(), opened(fingerprint="small")).gather()
     with pytest.raises(ConfigError, match="Its token differs from this run's"):
         teacher_of(opened(), token="not the one of these tests").gather()
 
 
-def test_a_server_that_came_back_with_another_model_is_not_asked(opened):
+def test_teacher_server_restarted_with_other_model_is_not_used(opened):
     first, second = opened(), opened()
     teacher = teacher_of(first, second)
     assert is_right(teacher.logprobs(DRAWN))
@@ -141,7 +141,7 @@ def test_a_server_that_came_back_with_another_model_is_not_asked(opened):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 0.5])
-def test_a_number_that_is_no_log_prob_ends_the_run(opened, value):
+def test_teacher_logprob_above_zero_raises(opened, value):
     def wrong(server, body):
         for place, (ids, first) in enumerate(zip(body.sequences, body.first, strict=True)):
             yield scored(place, [value] * (len(ids) - first))
@@ -151,7 +151,7 @@ def test_a_number_that_is_no_log_prob_ends_the_run(opened, value):
 
 
 @pytest.mark.parametrize("place", ["1e999", "0"])
-def test_an_answer_that_makes_no_sense_is_asked_for_three_times_and_no_more(opened, place):
+def test_teacher_invalid_answer_is_requested_three_times(opened, place):
     """Of the right form but for a number that is none; and with a log-prob too few."""
     calls = []
 
@@ -165,7 +165,7 @@ def test_an_answer_that_makes_no_sense_is_asked_for_three_times_and_no_more(open
     assert len(calls) == 3
 
 
-def test_what_goes_wrong_in_a_call_by_our_own_fault_ends_the_run(opened):
+def test_teacher_internal_error_raises(opened):
     """Not for ever: who asks again and again would hear of it in threads alone. Such an id has no JSON."""
     with pytest.raises(TypeError, match="int64 is not JSON"):
         teacher_of(opened()).logprobs([TokensToScore(ids=(5, np.int64(6)), first=1)])
@@ -192,7 +192,7 @@ def test_the_teacher_has_room_for_contexts_that_begin_with_more_than_a_prompt_of
     assert TeacherRequirements.from_config(cfg, shape, tokenizer, 10).max_model_len == wanted
 
 
-def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_more(opened):
+def test_teacher_without_servers_waits_then_raises_and_stops_on_cancel(opened):
     gone = opened()
     gone.close()
     with pytest.raises(NoRolloutServerError, match=r"No teacher server responded within 0\.3 s"):
@@ -215,7 +215,7 @@ def alive(server, body):
         time.sleep(0.05)  # a sign of life now and then
 
 
-def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
+def test_teacher_server_that_never_scores_times_out(opened):
     with pytest.raises(
         NoRolloutServerError, match=r"has scored a sequence for 0\.3 s \(vllm_server_timeout\): .*it responds, but has not scored"
     ):

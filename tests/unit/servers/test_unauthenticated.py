@@ -94,7 +94,7 @@ def server(request, tmp_path_factory):
     assert server.process.wait(20) == 0, server.log.read_text()
 
 
-def test_a_thousand_idle_connections_keep_nobody_out_and_fill_no_log(server):
+def test_server_with_many_idle_connections_still_answers(server):
     idle = []
     for number in range(3 * OPEN_FILES):
         idle.append(server.connect())
@@ -109,7 +109,7 @@ def test_a_thousand_idle_connections_keep_nobody_out_and_fill_no_log(server):
         one.close()
 
 
-def test_who_does_not_say_what_it_wants_is_sent_away_and_who_has_shown_the_token_may_stay(server):
+def test_server_closes_slow_unauthenticated_connections_only(server):
     owner, slow = server.owner(), server.connect()
     owner.request("GET", "/state", headers=KNOWN)
     assert owner.getresponse().read()
@@ -124,7 +124,7 @@ def test_who_does_not_say_what_it_wants_is_sent_away_and_who_has_shown_the_token
     assert owner.getresponse().status == 200 and owner.sock is connection
 
 
-def test_without_the_token_one_answer_is_all_and_a_head_has_an_end(server):
+def test_server_without_token_gives_one_answer_and_limits_headers(server):
     stranger = server.owner()
     stranger.connect()
     stranger = stranger.sock
@@ -138,7 +138,7 @@ def test_without_the_token_one_answer_is_all_and_a_head_has_an_end(server):
             endless.sock.sendall(b"X-Y: " + b"z" * 10_000 + b"\r\n")
 
 
-def test_a_member_of_a_link_waits_for_no_longer_than_a_server_can_be_kept(server):
+def test_server_join_request_with_invalid_timeout_is_rejected(server):
     assert server.ask("POST", "/claim", wire.ClaimRequest(run="mine", incarnation="1"))[0] == 200
     join = {"address": "127.0.0.1", "port": 1, "first_rank": 1, "world": 2, "name": "a link"}
     for wrong in ({"seconds": 1e12}, {"seconds": -1.0}, {"seconds": 1.0, "world": 10**12}, {"seconds": 1.0, "first_rank": 5}):

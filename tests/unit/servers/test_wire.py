@@ -46,7 +46,7 @@ def _values(kind):
 
 
 @pytest.mark.parametrize("cls", BODIES)
-def test_every_body_comes_out_as_it_went_in(cls):
+def test_wire_bodies_round_trip(cls):
     @given(_of(cls))
     @settings(max_examples=30, deadline=None)
     def check(body):
@@ -56,7 +56,7 @@ def test_every_body_comes_out_as_it_went_in(cls):
 
 
 @pytest.mark.parametrize("cls", BODIES)
-def test_every_field_is_looked_at(cls):
+def test_wire_decode_checks_every_field(cls):
     """Another kind of value in any field, and a field more or less, are refused by the name of the field."""
 
     @given(_of(cls))
@@ -82,17 +82,17 @@ def test_every_field_is_looked_at(cls):
     (b'{"sequences": [[1.5]]}', "Expected `int`, got `float`"), (b'{"sequences": [3]}', r"Expected `array`, got `int` - at `\$.sequences"),
     (b'{"sequences": [], "image_data": [{"key": "a", "data": "AAA"}]}', "Invalid base64"),
 ])  # fmt: skip
-def test_what_is_no_body_is_refused_by_a_sentence(body, says):
+def test_wire_decode_of_invalid_body_raises(body, says):
     with pytest.raises(wire.MalformedMessageError, match=says):
         wire.decode(wire.ScoreRequest, body)
 
 
-def test_a_body_that_nests_without_end_is_no_json():
+def test_wire_decode_of_deeply_nested_body_raises():
     with pytest.raises(wire.MalformedMessageError, match="Sampling is not JSON"):
         wire.decode(wire.Sampling, b'{"more": {"a": ' + b"[" * 100_000)
 
 
-def test_an_unknown_field_inside_a_request_is_refused_by_its_name():
+def test_wire_decode_of_unknown_nested_field_raises_with_its_name():
     request = wire.Request(key="1", ids=(4,), seed=0, n=1, max_tokens=2)
     form = json.loads(wire.encode(wire.GenerateRequest(version=1, sampling=wire.Sampling(), requests=(request, request))))
     form["requests"][1]["sounds"] = []
@@ -130,7 +130,7 @@ def _drawn(draw):
 
 @given(_texts, st.lists(_drawn(), max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_an_answer_is_one_line_and_keeps_every_bit(key, drawn):
+def test_wire_answer_line_round_trips_exactly(key, drawn):
     line = wire.encode_line(wire.GenerateLine(key=key, completions=tuple(drawn)))
     assert line.count(b"\n") == 1
     answer = wire.decode_line(wire.GenerateLine, line)
@@ -138,7 +138,7 @@ def test_an_answer_is_one_line_and_keeps_every_bit(key, drawn):
     assert all(_same(a, b) for a, b in zip(drawn, answer.completions, strict=True))
 
 
-def test_lines_that_are_no_answers():
+def test_wire_decode_of_invalid_answer_lines_raises():
     assert wire.decode_line(wire.GenerateLine, b"\n") is None
     assert wire.decode_line(wire.GenerateLine, wire.encode_line(wire.GenerateLine(key="3", error="too long"))).error == "too long"
     whole = wire.encode_line(wire.GenerateLine(key="3"))
@@ -158,7 +158,7 @@ def test_lines_that_are_no_answers():
             wire.decode_line(wire.GenerateLine, line)
 
 
-def test_the_sentence_of_a_refusal_and_what_another_program_says():
+def test_wire_decode_error_of_own_and_other_programs():
     assert wire.decode_error(wire.encode_error("not yours")) == "not yours"
     assert wire.decode_error(b"<html>nginx</html>") == "<html>nginx</html>"
     assert wire.decode_error(b"") == "no reason was given"
