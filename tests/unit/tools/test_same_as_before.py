@@ -18,7 +18,7 @@ TOOL = Path(same_as_before.__file__)
 LINES = {"loss": 0.1 + 0.2, "time/step": 3.0, "tokens_per_second": 7.0}
 
 
-def test_a_word_of_the_help_that_was_changed_is_shown_and_nothing_else(tmp_path):
+def test_same_as_before_shows_changed_help_line_only(tmp_path):
     shutil.copytree(same_as_before.ROOT / "megatron_grpo", tmp_path / "megatron_grpo", ignore=shutil.ignore_patterns("__pycache__"))
 
     def ask(*words: object) -> tuple[int, list[str]]:
@@ -43,7 +43,7 @@ def results(folder: Path) -> dict[str, str]:
     return {key.removeprefix(str(folder)): text for file in sorted(folder.iterdir()) for key, text in same_as_before.iterate_values(file)}
 
 
-def test_the_clock_of_a_run_is_passed_over_and_its_last_bit_is_not(tmp_path):
+def test_same_as_before_ignores_times_and_compares_last_bit(tmp_path):
     for name, seconds, loss, weight in (("old", 3.0, 0.1 + 0.2, 1.0), ("same", 4.0, 0.1 + 0.2, 1.0), ("other", 3.0, 0.3, 1.0 + 1e-7)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(LINES | {"loss": loss, "time/step": seconds}) + "\n")
@@ -53,7 +53,7 @@ def test_the_clock_of_a_run_is_passed_over_and_its_last_bit_is_not(tmp_path):
     assert {key for key in old if old[key] != other[key]} == {"/metrics.jsonl", "/model.safetensors a.weight"}
 
 
-def test_places_and_numbers_of_this_hour_are_masked_and_other_numbers_are_not():
+def test_same_as_before_masks_paths_pids_and_times_only():
     tree, folder = Path("/home/a/tree"), Path("/home/b/old_plan")
     text = f"{folder}/out of {tree}/tools, pid 71, after 3.5 s at megatron_grpo/run/lifecycle.py:12 on http://127.0.0.1:41; lr 1e-06 x 32"
     assert (
@@ -62,7 +62,7 @@ def test_places_and_numbers_of_this_hour_are_masked_and_other_numbers_are_not():
     )
 
 
-def test_the_first_place_that_differs_is_shown():
+def test_same_as_before_shows_first_difference():
     old = "one\n" + "x" * 100 + "yes and so on"
     shown = same_as_before.find_first_difference(old, old.replace("yes", "no"))
     assert shown == f"  line 2\n  - ...{'x' * 60}yes and so on\n  + ...{'x' * 60}no and so on"
@@ -100,7 +100,7 @@ def compare(folder: Path, kind: str, old: Path, new: Path, capsys: pytest.Captur
     return is_same, capsys.readouterr().out.splitlines()
 
 
-def test_a_room_that_moved_imports_the_same_files_and_one_file_more_is_named(tmp_path, capsys):
+def test_same_as_before_ignores_moved_folder_and_names_added_import(tmp_path, capsys):
     old = write_tree(tmp_path / "old_tree")
     new = write_tree(tmp_path / "new_tree", "wing/here", cli="import megatron_grpo.loop, megatron_grpo.unused\n")
     (tmp_path / "a").mkdir()
@@ -113,7 +113,7 @@ def test_a_room_that_moved_imports_the_same_files_and_one_file_more_is_named(tmp
     ]  # fmt: skip
 
 
-def test_a_module_that_cannot_be_imported_first_is_named_and_on_both_sides_it_compares_nothing(tmp_path, capsys):
+def test_same_as_before_names_module_that_cannot_be_imported(tmp_path, capsys):
     broken = "from megatron_grpo.here.protocol import Reply\n"
     old, new = write_tree(tmp_path / "old_tree"), write_tree(tmp_path / "new_tree", unused=broken)
     for name in "ab":
@@ -125,7 +125,7 @@ def test_a_module_that_cannot_be_imported_first_is_named_and_on_both_sides_it_co
     assert lines[-1] == "imports: 11 of 11 the same, and 1 compare nothing"
 
 
-def test_a_name_that_an_input_imports_is_looked_up_in_each_tree(tmp_path, monkeypatch):
+def test_same_as_before_resolves_imports_of_inputs_in_each_tree(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, room in (("old", "here"), ("new", "wing/here")):
         same_as_before.write_own_files(write_tree(tmp_path / name, room))
@@ -134,7 +134,7 @@ def test_a_name_that_an_input_imports_is_looked_up_in_each_tree(tmp_path, monkey
         same_as_before.write_own_files(write_tree(tmp_path / "none", protocol="class StepOutput: ...\n"))
 
 
-def test_an_editable_install_of_another_checkout_does_not_answer_for_a_module_that_a_tree_lacks(tmp_path):
+def test_same_as_before_ignores_editable_install_of_another_checkout(tmp_path):
     """As pip writes one: a .pth file that appends a finder."""
     other, tree = write_tree(tmp_path / "other"), write_tree(tmp_path / "tree")
     (tree / "megatron_grpo/unused.py").unlink()
@@ -165,7 +165,7 @@ def install():
     assert found["guarded"].stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'megatron_grpo.unused'"
 
 
-def test_a_case_that_shows_an_error_of_the_tools_own_inputs_is_told_from_one_that_shows_a_refusal():
+def test_same_as_before_separates_broken_inputs_from_rejections():
     stale = "exit code 2\n\n1. tool.py: ImportError: cannot import name 'Reply' from 'megatron_grpo.here.protocol' (TREE/a.py)"
     foreign = "exit code 2\n\n1. reward.py cannot be imported: No module named 'nowhere'."
     for kind in ("plan", "sentences"):

@@ -32,7 +32,7 @@ kill "${servers[@]}" 2>/dev/null
         ("sleep 9", "FAILED: server one has said nothing for 2 s"), ("exit 1", "FAILED: server one ended before it answered"),
     ],
 )  # fmt: skip
-def test_the_wait_for_a_server_counts_from_its_last_word(tmp_path, server, said):
+def test_wait_for_servers_timeout_restarts_at_each_output(tmp_path, server, said):
     function = re.search(r"^wait_for_servers\(\) \{.*?^\}", SCRIPT, re.MULTILINE | re.DOTALL)[0]
     assert SCRIPT.index("start two\n    wait_for_servers one two\n") < SCRIPT.index("torchrun --nproc_per_node")
     ran = subprocess.run(["bash", "-euo", "pipefail", "-c", AROUND % (function, server)], cwd=tmp_path, capture_output=True, text=True,

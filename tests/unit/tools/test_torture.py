@@ -27,7 +27,7 @@ def told(attempt, rank, time, cpu, what, **more):
     return {"attempt": str(attempt), "rank": rank, "time": time, "cpu": cpu, "what": what, **more}
 
 
-def test_results_accumulate_over_calls_and_the_newest_verdict_counts(tmp_path):
+def test_torture_results_accumulate_with_newest_verdict(tmp_path):
     path = tmp_path / "results.jsonl"
     first = Results(path)
     first.add(FaultResult("kill/a", "p", verdict="BROKEN", why="lost").record)
@@ -49,13 +49,13 @@ def test_results_accumulate_over_calls_and_the_newest_verdict_counts(tmp_path):
     assert "| kill | p | 1 of 2 | a; b (BROKEN: lost) |" in page.read_text()
 
 
-def test_a_chain_that_went_wrong_is_counted():
+def test_torture_failed_chain_is_counted():
     kill = {"whom": "launcher", "seconds": None, "cpu_seconds": None, "sampled_twice": 2, "cold": False, "step": 0}
     chains = [{"kills": [kill, kill], "launches": 3, "seed": 0, "verdict": verdict} for verdict in ("kept", "BROKEN")]
     assert "4 random kills in 2 chains (6 launches, seed 0): 1 chains differed from the undisturbed run." in summarize([], chains)
 
 
-def test_what_was_written_before_a_kill_must_be_the_beginning_of_the_undisturbed_run(target):
+def test_torture_records_before_kill_must_equal_undisturbed_run(target):
     metrics = target.out / "metrics.jsonl"
     target.check_partial_results()
     write(metrics, [{"step": 1, "loss": 0.1, "time/step": 9.0}, {"step": 2, "loss": 0.2}], end='\n{"step": 3, "lo')
@@ -65,7 +65,7 @@ def test_what_was_written_before_a_kill_must_be_the_beginning_of_the_undisturbed
         target.check_partial_results()
 
 
-def test_a_fault_costs_the_time_until_its_step_is_trained_again_and_what_was_sampled_in_two_launches(target):
+def test_torture_cost_counts_time_to_retrain_and_repeated_samples(target):
     lines = [
         told(1, 0, 10.0, 1.0, "sample", prompts=["rollout: 0", "evaluation of 0: 0"]),
         told(1, 0, 11.0, 1.5, "trained", step=1),
@@ -85,7 +85,7 @@ def test_a_fault_costs_the_time_until_its_step_is_trained_again_and_what_was_sam
     assert cost.cpu_seconds == pytest.approx(2.1) and sum_cpu_seconds(lines, lines[1]) == 1.5
 
 
-def test_after_a_stop_that_let_the_step_end_it_is_the_next_launch_that_counts(target):
+def test_torture_cost_after_finished_step_counts_from_next_launch(target):
     lines = [told(1, 0, 10.0, 1.0, "trained", step=1), told(1, 0, 10.5, 1.1, "fault"), told(1, 0, 11.0, 1.2, "trained", step=2)]
     write(target.log / "rank_0.jsonl", [*lines, told(2, 0, 30.0, 3.0, "trained", step=3)])
     target.attempt = 2

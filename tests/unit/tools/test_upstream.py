@@ -14,13 +14,13 @@ SITE = Path(sysconfig.get_paths()["purelib"])
 OURS = upstream.ROOT / "megatron_grpo"
 
 
-def test_the_installed_vllm_and_megatron_core_have_all_that_is_asked_of_them():
+def test_upstream_names_exist_in_installed_vllm_and_megatron():
     checked, findings = upstream.check(SITE, [OURS])
     assert findings == []
     assert checked > 200
 
 
-def test_methods_in_the_table_are_those_that_the_code_calls():
+def test_upstream_table_methods_equal_called_methods():
     text = "\n".join(path.read_text(encoding="utf-8") for path in OURS.rglob("*.py"))
     for dotted, keywords in upstream.THROUGH_OBJECTS.items():
         name = dotted.rpartition(".")[2]
@@ -72,7 +72,7 @@ def missing(files):
     return [finding.what for finding in upstream.check(files / "wheel", [files / "caller.py"], through_objects=False)[1]]
 
 
-def test_nothing_is_missing_where_all_is_there(files):
+def test_upstream_reports_nothing_if_all_names_exist(files):
     assert missing(files) == []
 
 
@@ -87,13 +87,13 @@ def test_nothing_is_missing_where_all_is_there(files):
     ("vllm/parts.py", "def load(", "def fetch(", "load is in none of the modules that it is imported from"),
     ("vllm/parts.py", "class Made", "class Other", "there is no vllm.parts.Made"),
 ])  # fmt: skip
-def test_what_a_newer_wheel_lost_is_named(files, file, old, new, said):
+def test_upstream_reports_names_missing_in_newer_wheel(files, file, old, new, said):
     path = files / "wheel" / file
     path.write_text(path.read_text().replace(old, new))
     assert said in missing(files)
 
 
-def test_a_method_that_is_reached_through_an_object_is_looked_up_in_bases_too(files, monkeypatch):
+def test_upstream_looks_up_methods_in_base_classes(files, monkeypatch):
     monkeypatch.setattr(upstream, "THROUGH_OBJECTS", {"vllm.LLM.sleep": ("level",)})
 
     def of():

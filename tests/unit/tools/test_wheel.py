@@ -72,7 +72,7 @@ def test_every_file_of_the_package_is_in_the_wheel(source, wheel):
     assert files == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("megatron_grpo/")}
 
 
-def test_plan_and_the_reader_of_other_systems_run_from_the_wheel(command, tmp_path):
+def test_wheel_plan_and_framework_readers_run(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "data.jsonl").write_text(8 * (json.dumps({"prompt": "4 5", "answer": "x"}) + "\n"))
     flags = ["--model", str(tmp_path), "--dataset", str(tmp_path / "data.jsonl"), "--reward_funcs", "accuracy"]
@@ -89,7 +89,7 @@ def required_by_extra(metadata):
     return [one.url or f"{one.name}{one.specifier}" for one in asked if one.marker and 'extra == "referee"' in str(one.marker)]
 
 
-def test_the_extra_of_a_checkout_is_its_folder_and_that_of_a_distribution_a_version(source, wheel):
+def test_referee_extra_is_folder_in_checkout_and_version_in_wheel(source, wheel):
     with zipfile.ZipFile(wheel) as file:
         [metadata] = (file.read(name).decode() for name in file.namelist() if name.endswith(".dist-info/METADATA"))
     with tarfile.open(next((source / "dist").glob("*.tar.gz"))) as file:
@@ -123,14 +123,14 @@ def test_the_referee_is_a_wheel_of_the_same_version_and_brings_autograd(source, 
     assert ended.returncode == 2 and "referee: dump does not exist." in ended.stderr
 
 
-def test_doctor_names_what_is_missing(command):
+def test_wheel_doctor_reports_missing_packages(command):
     ended = command("doctor", "--json")
     assert ended.returncode == 1, ended.stderr
     found = {check["name"]: check["status"] for check in json.loads(ended.stdout)["checks"]}
     assert found["rich"] == "ok" and found["torch"] == "fails" and found["megatron-core"] == "fails"
 
 
-def test_report_writes_its_page(command, tmp_path):
+def test_wheel_report_writes_page(command, tmp_path):
     lines = [{"step": step, "num_tokens": 100 * step, "reward": step / 8, "time/step": 1.0} for step in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     ended = command("report", str(tmp_path))
@@ -138,7 +138,7 @@ def test_report_writes_its_page(command, tmp_path):
     assert "uPlot" in (tmp_path / "report.html").read_text()
 
 
-def test_init_writes_files_and_plans_them(command, tmp_path):
+def test_wheel_init_writes_and_plans_files(command, tmp_path):
     ended = command("init", "first", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert {"config.yaml", "reward.py", "run.sh", "data.jsonl"} <= {path.name for path in (tmp_path / "first").iterdir()}
