@@ -64,7 +64,7 @@ def evaluate(rank: int, world_size: int):
     return [(one.numbers(), one.means.tolist(), one.table) for one in evaluator(some=prompts(5), few=prompts(2)).run()]
 
 
-def test_two_ranks_come_to_what_one_comes_to_and_the_first_has_the_completions_in_order():
+def test_evaluation_on_two_ranks_equals_one_rank():
     [alone] = run_ranks(evaluate, 1)
     first, second = run_ranks(evaluate, 2)
     assert repr(first) == repr(alone) and [one[:2] for one in map(repr, second)] == [one[:2] for one in map(repr, first)]
@@ -85,7 +85,7 @@ class Heard(ScriptedEngine):
         return super().generate(prompts, sampling, seed=seed)
 
 
-def test_every_evaluation_meets_the_same_random_numbers_and_none_of_them_is_trainings():
+def test_evaluation_seeds_are_equal_each_time_and_differ_from_training():
     engine = Heard(answer)
     asks = evaluator(engine, a=prompts(3), b=prompts(3))
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_every_evaluation_meets_the_same_random_numbers_and_none_of_them_is_trai
     assert not training & {prompt_seed(seed, number, 4) for seed in seeds for number in range(3)}
 
 
-def test_held_out_prompts_are_drawn_as_trainings_but_for_number_and_temperature():
+def test_eval_sampling_equals_training_except_n_and_temperature():
     assert make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=0.5)) == SamplingSettings(
         n=4, max_completion_length=8, temperature=0.5, top_p=0.8, stop=("END",)
     )
@@ -104,7 +104,7 @@ def test_held_out_prompts_are_drawn_as_trainings_but_for_number_and_temperature(
     assert (greedy.n, greedy.temperature, greedy.top_p, greedy.stop) == (1, 0.0, 1.0, ("END",))
 
 
-def test_what_is_paired_asked_the_same():
+def test_evaluation_digest_changes_with_every_input():
     asks = evaluator(a=prompts(3)).question
     digests = {
         asks.digest("a"),
@@ -133,12 +133,12 @@ def test_what_is_paired_asked_the_same():
         ("--eval_dataset z --eval_datasets a=x.jsonl", {"eval": "z", "a": "x.jsonl"}, 8, 0.7),
     ],
 )
-def test_how_many_are_drawn_and_how(words, sets, n, temperature):
+def test_eval_sampling_settings_from_flags(words, sets, n, temperature):
     cfg = resolve(["--temperature", "0.7", *words.split()])
     assert list_sets(cfg) == sets and eval_sampling(cfg) == EvalSampling(n=n, temperature=temperature)
 
 
-def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():
+def test_eval_reward_accepts_function_name_or_reward_funcs_entry():
     names = ["format", "good"]
     for asked, expected in (("format", "format"), ("good", "good"), ("mine.py:good", "good")):
         cfg = resolve(["--reward_funcs", "format", "mine.py:good", "--eval_reward", asked])
@@ -146,12 +146,12 @@ def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():
 
 
 @pytest.mark.parametrize(("weights", "expected"), [("", SUM), ("1 1", SUM), ("0 1", "good"), ("0.1 0", "format"), ("0 0", "format")])
-def test_the_score_is_what_trains(weights, expected):
+def test_eval_score_defaults_to_trained_rewards(weights, expected):
     cfg = resolve(["--reward_funcs", "format", "mine.py:good", *(["--reward_weights", *weights.split()] if weights else [])])
     assert find_score(cfg, ["format", "good"]) == expected
 
 
-def test_a_reward_that_is_never_above_0_is_not_waited_for():
+def test_list_reward_maxima_of_weighted_rewards():
     cfg = resolve("--reward_funcs math soft_overlong mine.py:length --reward_weights 2 1 0.5 --soft_cache_length 8".split())
     assert list_reward_maxima(cfg) == [2.0, 0.0, 0.5]
 
@@ -160,11 +160,11 @@ def test_a_reward_that_is_never_above_0_is_not_waited_for():
     ("flags", "expected"),
     [("", "math"), ("--eval_reward bonus", ""), ("--eval_pass_threshold 0.9", ""), ("--reward_weights 1 0", "")],
 )
-def test_pass_at_k_of_a_sum_is_that_of_the_reward_which_solves_the_task(flags, expected):
+def test_pass_at_k_of_reward_sum_uses_the_task_reward(flags, expected):
     assert find_pass_reward(resolve(f"--reward_funcs mine.py:bonus math {flags}".split()), ["bonus", "math"]) == expected
 
 
-def test_a_bonus_that_never_reaches_1_does_not_make_pass_at_k_0():
+def test_pass_at_k_ignores_bonus_reward_below_1():
     reward_manager = RewardManager([RewardFunction(name="bonus", function=lambda completions, **_: [0.2] * len(completions), timeout=60.0),
                    RewardFunction(name="math", function=of_the_task, timeout=60.0)])  # fmt: skip
     question = EvaluationSpec(
@@ -182,7 +182,7 @@ def of_the_task(completions, **rest):
     return [None if text.startswith("0.") else float(text.endswith(("0", "1"))) for text in completions]
 
 
-def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
+def test_evaluation_of_several_rewards_reports_weighted_sum_and_each():
     reward_manager = RewardManager([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
                    RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
     question = EvaluationSpec(

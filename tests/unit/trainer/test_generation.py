@@ -31,7 +31,7 @@ def versions(groups):
     return {group.prompt.number: group.version for group in groups}
 
 
-def test_answers_that_have_come_in_are_taken_and_others_are_asked_now():
+def test_generator_uses_finished_answers_and_requests_the_rest():
     engine, stream = ScriptedEngine(answer), Stream()
     generator, prompts = build_generator(engine), stream.take(6)
     generator.begin(prompts[:2])
@@ -46,7 +46,7 @@ def test_answers_that_have_come_in_are_taken_and_others_are_asked_now():
     assert versions(generator.groups(prompts[:2])) == {0: 5, 1: 5}
 
 
-def test_what_does_not_come_in_time_can_be_dropped():
+def test_generator_drops_answers_that_do_not_arrive_in_time():
     gate = threading.Event()
     engine = ScriptedEngine(lambda *asked: gate.wait() and answer(*asked))
     generator, prompts = build_generator(engine), Stream().take(2)
@@ -83,7 +83,7 @@ class Losing(ScriptedEngine):
         return Future()
 
 
-def test_weights_that_are_lost_in_flight_are_pushed_again_as_the_policy_has_them_now():
+def test_generator_after_lost_weights_syncs_current_weights_again():
     engine = Losing(answer)
     generator, prompts = build_generator(engine, sync_again=lambda: pushed(engine, 4)), Stream().take(2)
     generator.begin(prompts)
@@ -91,7 +91,7 @@ def test_weights_that_are_lost_in_flight_are_pushed_again_as_the_policy_has_them
     assert versions(generator.groups(prompts)) == {0: 4, 1: 4}
 
 
-def test_who_is_in_a_hurry_does_not_wait_for_servers_to_come_back():
+def test_generator_wait_with_timeout_does_not_wait_for_lost_servers():
     engine = Losing(answer)
     generator, prompts = build_generator(engine), Stream().take(2)
     generator.begin(prompts)
@@ -111,11 +111,11 @@ def group(number: int, *logprobs: tuple[float, ...]) -> Group:
     ("logprobs", "place"),
     [((-1.0, NAN), 1), ((-INF, -1.0), 0), ((-1.0, -2.0, 0.01), 2), ((INF,), 0), ((0.0, -0.0, -1e4, 1e-6), None), ((), None)],
 )
-def test_the_first_log_prob_that_no_distribution_has_is_found(logprobs, place):
+def test_first_invalid_logprob_is_found(logprobs, place):
     assert first_invalid_logprob(np.float32(logprobs)) == place
 
 
-def test_one_such_log_prob_costs_its_completion_all_of_them_and_is_named():
+def test_exclude_invalid_logprobs_drops_all_logprobs_of_the_completion():
     good = group(3, (-1.0, -2.0), (-0.5,))
     kept, found = exclude_invalid_logprobs([good, group(4, (-1.0,), (-0.5, -INF, -1.0), (0.5,))])
     assert kept[0].completions == good.completions and kept[1].completions[0].logprobs.tolist() == [0.0, -1.0]
@@ -129,13 +129,13 @@ def test_one_such_log_prob_costs_its_completion_all_of_them_and_is_named():
     )
 
 
-def test_good_groups_pass_in_silence():
+def test_exclude_invalid_logprobs_accepts_valid_groups():
     groups = [group(0, (-1.0,), ()), group(1, (0.0,))]
     kept, found = exclude_invalid_logprobs(groups)
     assert [one.completions for one in kept] == [one.completions for one in groups] and invalid_logprobs_warning(found, 3) is None
 
 
-def test_where_every_completion_is_refused_the_run_ends():
+def test_generator_with_all_completions_invalid_raises():
     _, found = exclude_invalid_logprobs([group(0, (NAN,), (1.0,))])
     with pytest.raises(InvalidLogprobsError, match="2 of 2 completions .*prompt 0 .*token 1 of 1: nan.*weights or kernels are faulty"):
         invalid_logprobs_warning(found, 2)

@@ -203,7 +203,7 @@ def agreements(monkeypatch):
 @given(cases, st.lists(st.integers(1, 60), max_size=3))
 @example(Case((1, 2, 1), 6, 1, 3, 5), [20])
 @example(Case((2, 3, 1), 6, 2, 4, 9, ratio=2.5), [15, 15])
-def test_prompts_are_those_of_a_run_that_waits_and_tokens_are_within_the_bound_whatever_is_killed(tmp_path_factory, case, kills):
+def test_partial_rollouts_keep_prompts_and_version_bound_across_kills(tmp_path_factory, case, kills):
     tmp_path = tmp_path_factory.mktemp("disk")
     found, engine, partial = process(replace(case, save_every=0), Disk(), tmp_path)
     waiting, *_ = process(replace(case, save_every=0), Disk(), tmp_path, depth=0)
@@ -240,7 +240,7 @@ def _is_killed(case: Case, disk: Disk, tmp_path, budget: int) -> bool:
     return False
 
 
-def test_a_smaller_depth_drops_what_is_too_old_for_it_and_nothing_else(tmp_path, caplog):
+def test_partial_rollouts_with_smaller_depth_drop_only_older_completions(tmp_path, caplog):
     longer, disk = Case((1, 2, 1), 9, depth=3, num_slots=9, lengths=11), Disk()
     process(longer, disk, tmp_path, until=2)
     progress, taken, file = disk.saved
@@ -256,7 +256,7 @@ def test_a_smaller_depth_drops_what_is_too_old_for_it_and_nothing_else(tmp_path,
         assert all(table.oldest_version(rollout) <= min(spans[::3]) for _, _, spans, *_ in rows)
 
 
-def test_rounds_of_dynamic_sampling_after_a_smaller_depth_use_nothing_that_is_too_old(tmp_path):
+def test_partial_rollouts_dynamic_sampling_after_smaller_depth_uses_no_older_completion(tmp_path):
     """The first steps give back what they began; a later one needs more prompts than its window of the smaller depth has."""
     case = Case((2, 2, 1), 5, depth=4, num_slots=60, lengths=596853, dynamic=True, ratio=2.5, rewards="L" * 4 + "." * 200)
     disk = Disk()
@@ -266,7 +266,7 @@ def test_rounds_of_dynamic_sampling_after_a_smaller_depth_use_nothing_that_is_to
     assert all(table.oldest_version(rollout) <= min(spans[::3]) for rollout, rows in found.items() for _, _, spans, *_ in rows)
 
 
-def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
+def test_partial_rollouts_after_error_keep_previous_state(tmp_path):
     case, disk = Case((1, 2, 1), 6, depth=2, num_slots=5, lengths=3), Disk()
     process(case, disk, tmp_path, until=2)
     before = read_samples(disk.saved[2], PartialCompletion)
@@ -292,13 +292,13 @@ def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
     assert num_kept[1] == num_kept[0] + len(engine.drawn) and len(engine.drawn) > 12
 
 
-def test_parts_of_one_version_are_one_stretch():
+def test_partial_completion_parts_of_one_version_are_merged():
     assert join_versions([(1, 0, 4), (1, 4, 6), (2, 6, 7), (3, 7, 7), (3, 7, 9)]) == [(1, 0, 6), (2, 6, 7), (3, 7, 9)]
     assert join_versions([]) == []
 
 
 @pytest.mark.parametrize(("num_engines", "ranks_per_engine"), [(1, 1), (3, 1), (1, 2), (2, 4)])
-def test_the_prompts_are_dealt_evenly_and_each_group_is_on_one_rank_of_the_engine_that_samples_it(num_engines, ranks_per_engine):
+def test_engine_assignment_distributes_prompts_evenly(num_engines, ranks_per_engine):
     world_size = num_engines * ranks_per_engine
     shares = [EngineAssignment(rank=rank, num_engines=num_engines, ranks_per_engine=ranks_per_engine) for rank in range(world_size)]
     for number in range(40):
@@ -311,7 +311,7 @@ def test_the_prompts_are_dealt_evenly_and_each_group_is_on_one_rank_of_the_engin
     assert counts.tolist() == [8] * world_size
 
 
-def test_the_first_part_has_the_seed_of_a_whole_completion_and_no_other_part_has():
+def test_partial_completion_first_part_has_seed_of_whole_completion():
     from megatron_grpo.core.rollout.engine import prompt_seed
 
     assert part_seed(1, 5, 2, 0, n=4) == prompt_seed(1, 5, 4) + 2
@@ -344,7 +344,7 @@ def beginning(number, versions, starts, count):
                              versions=versions, starts=starts)  # fmt: skip
 
 
-def test_the_check_scores_the_tokens_of_the_version_that_the_policy_holds_alone():
+def test_partial_rollout_check_scores_tokens_of_current_version_only():
     prompts = {prompt.number: prompt for prompt in Stream().take(5)}
     partial = [beginning(4, (2, 3), (0, 5), 9), beginning(1, (3,), (0,), 4), beginning(2, (2,), (0,), 4), beginning(3, (3,), (0,), 6)]
     policy = Scorer(3)
@@ -363,7 +363,7 @@ def test_the_check_scores_the_tokens_of_the_version_that_the_policy_holds_alone(
     [(0.0009, False, 1.0, False), (0.0011, False, 1.0, True), (0.0015, False, 0.5, False), (0.7, True, 1.0, False), (0.9, True, 1.0, True),
      (float("nan"), False, 1.0, True), (float("nan"), True, 1.0, True)],
 )  # fmt: skip
-def test_the_check_has_the_bounds_of_a_weight_sync(error, is_low_precision, temperature, fails):
+def test_partial_rollout_check_uses_bounds_of_weight_sync(error, is_low_precision, temperature, fails):
     """Of four tokens one is off: a mean of a quarter."""
     prompts = {prompt.number: prompt for prompt in Stream().take(5)}
     check = VersionCheck(policy=Scorer(3, error), count=2, is_low_precision=is_low_precision, temperature=temperature)
@@ -374,7 +374,7 @@ def test_the_check_has_the_bounds_of_a_weight_sync(error, is_low_precision, temp
         check([beginning(1, (3,), (0,), 4)], prompts, 3)
 
 
-def test_metrics_count_what_waits_what_was_computed_anew_and_what_was_ahead():
+def test_partial_rollout_metrics_by_hand():
     partial = PartialRollouts(SimpleNamespace())
     partial._version = 3
     partial._found = [beginning(1, (2, 3), (0, 5), 9), beginning(2, (3,), (0,), 4), beginning(3, (2,), (0,), 6)]

@@ -38,13 +38,13 @@ def tokens(completion_ids):
 GROUPS = [group(number, [str(10 * number + place) for place in range(4)]) for number in range(5)]
 
 
-def test_one_rank_scores_every_completion_in_order():
+def test_reward_manager_on_one_rank_scores_completions_in_order():
     scored = RewardManager([reward(value), reward(tokens)])(GROUPS)
     assert [one.group for one in scored] == GROUPS
     assert scored[2].rewards == ((20.0, 2.0), (21.0, 2.0), (22.0, 2.0), (23.0, 2.0))
 
 
-def test_token_ids_become_python_lists_for_functions_that_read_them_alone():
+def test_reward_manager_converts_token_ids_to_lists_on_access_only():
     """As Python integers they take ten times the memory: a function with `**columns` gets them one completion at a time."""
     long, seen = [group(0, ["1" * 50_000] * 8)], {}
 
@@ -62,7 +62,7 @@ def test_token_ids_become_python_lists_for_functions_that_read_them_alone():
     assert ids[3] == [2] * 50_000 and len(ids) == 8 and [len(one) for one in ids[6:]] == [50_000] * 2 and ids[-1] in list(ids)
 
 
-def test_a_rank_judges_its_own_groups_and_each_function_weighs_one_unless_it_is_said():
+def test_reward_manager_scores_own_groups_with_default_weight_one():
     calls = []
 
     def counting(completions):
@@ -76,7 +76,7 @@ def test_a_rank_judges_its_own_groups_and_each_function_weighs_one_unless_it_is_
     assert calls == [completion.text for one in GROUPS[1::2] for completion in one.completions]
 
 
-def test_an_error_on_one_rank_is_the_same_error_on_all_and_names_the_row_of_the_rollout():
+def test_reward_manager_raises_error_of_one_rank_on_all_ranks():
     groups = [*GROUPS[:4], group(4, ["40", "41", "oops", "43"])]
 
     def rank_main(rank, world_size):
@@ -94,7 +94,7 @@ def test_an_error_on_one_rank_is_the_same_error_on_all_and_names_the_row_of_the_
     assert "row 18 of the rollout (data-set row 104, completion number 2), completion 'oops'" in said
 
 
-def test_failures_that_count_as_none_are_warned_about_once_per_kind(caplog):
+def test_reward_manager_warns_once_per_kind_of_ignored_failure(caplog):
     function = reward(value, "none")
     with caplog.at_level(logging.WARNING):
         for text in ("first", "second"):
@@ -104,7 +104,7 @@ def test_failures_that_count_as_none_are_warned_about_once_per_kind(caplog):
     assert "completion 'first'. Counted as None. Further failures of this kind (ValueError) are not reported." in caplog.text
 
 
-def test_rewards_see_prompts_completions_and_columns_as_in_trl():
+def test_reward_manager_passes_prompts_completions_and_columns_as_trl():
     chat = [{"role": "user", "content": "1+1?"}]
     batch = as_batch([group(0, ["a", "b"], raw=chat, answer=2), group(1, ["c"], level="hard")], trainer_state="state")
     assert batch.prompts == [chat, chat, "?"]
@@ -113,7 +113,7 @@ def test_rewards_see_prompts_completions_and_columns_as_in_trl():
     assert batch.trainer_state == "state"
 
 
-def test_what_takes_too_long_is_given_up_on_all_ranks_where_the_run_is_to_stop():
+def test_reward_manager_cancels_slow_rewards_on_all_ranks_at_stop():
     """A function that sleeps in the interpreter, one that waits, and one that swallows what it is interrupted with; on one rank alone."""
 
     def rank_main(rank, world_size):
@@ -162,7 +162,7 @@ def list_warnings(caplog, function, batches):
     return [record.message for record in caplog.records]
 
 
-def test_a_reward_that_never_applies_is_said_once(caplog):
+def test_reward_manager_warns_once_of_reward_that_never_applies(caplog):
     def never(completions):
         return [None] * len(completions)
 
@@ -172,7 +172,7 @@ def test_a_reward_that_never_applies_is_said_once(caplog):
     ]
 
 
-def test_a_reward_that_tells_nothing_apart_is_said_once(caplog):
+def test_reward_manager_warns_once_of_constant_reward(caplog):
     def constant(completions):
         return [0.5] * len(completions)
 
@@ -181,5 +181,5 @@ def test_a_reward_that_tells_nothing_apart_is_said_once(caplog):
     ]
 
 
-def test_nothing_is_said_of_a_reward_that_tells_completions_apart_once(caplog):
+def test_reward_manager_does_not_warn_of_varying_reward(caplog):
     assert list_warnings(caplog, reward(value), 5) == []

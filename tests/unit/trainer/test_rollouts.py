@@ -96,7 +96,7 @@ def mixed(pattern: str):
     return {number: LIVE if number < len(pattern) and pattern[number] == "L" else ZERO_STD for number in range(1000)}
 
 
-def test_zero_std_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up():
+def test_dynamic_sampling_replaces_zero_std_groups_only():
     stream = Stream()
     found = result(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
     assert stream.asked == [4, 2]  # two of the first four are zero-std
@@ -104,7 +104,7 @@ def test_zero_std_groups_are_replaced_by_further_prompts_and_no_live_one_is_give
     assert (found.num_rounds, found.num_zero_std_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
 
 
-def test_after_the_last_round_the_oldest_zero_std_groups_fill_the_rollout():
+def test_dynamic_sampling_fills_rollout_with_oldest_zero_std_groups():
     stream = Stream()
     found = result(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
     assert stream.asked == [3, 3, 2]
@@ -112,13 +112,13 @@ def test_after_the_last_round_the_oldest_zero_std_groups_fill_the_rollout():
     assert (found.num_rounds, found.num_zero_std_dropped, stream.taken) == (3, 5, 8)
 
 
-def test_zero_std_groups_stay_where_nobody_asked_to_replace_them():
+def test_rollout_without_dynamic_sampling_includes_zero_std_groups():
     stream = Stream()
     assert numbers(result(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
     assert stream.asked == [4]
 
 
-def test_oversampling_alone_prefers_live_groups_in_one_round():
+def test_oversampling_prefers_nonzero_std_groups_in_one_round():
     stream = Stream()
     found = result(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
     assert stream.asked == [6]
@@ -126,7 +126,7 @@ def test_oversampling_alone_prefers_live_groups_in_one_round():
     assert (found.num_rounds, found.num_zero_std_dropped, stream.taken) == (1, 2, 6)
 
 
-def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
+def test_oversampling_gives_back_prompts_from_first_unused_group():
     stream = Stream()
     found = result(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
     assert stream.asked == [8]
@@ -135,18 +135,18 @@ def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
     assert numbers(found.sampled) == list(range(8))
 
 
-def test_the_share_of_further_prompts_is_exact_in_decimals():
+def test_oversample_ratio_is_exact_in_decimals():
     stream = Stream()
     result(stream, mixed("L" * 20), num_groups=10, oversample_ratio=1.1)
     assert stream.asked == [11]  # 10 * 1.1 is 11.000000000000002 in binary
 
 
-def test_a_group_that_no_reward_function_applies_to_is_zero_std_and_so_is_one_with_a_single_judged_completion():
+def test_dynamic_sampling_treats_groups_with_at_most_one_score_as_zero_std():
     rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: ZERO_STD for number in range(4, 9)}}
     assert numbers(result(Stream(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
 
 
-def test_gdpo_calls_a_group_live_where_one_of_its_rewards_says_something():
+def test_dynamic_sampling_with_gdpo_accepts_group_if_one_reward_varies():
     """Equal totals, opposite rewards: nothing to learn for grpo, two things for gdpo."""
     opposite = ((1.0, 0.0), (0.0, 1.0))
     rewards = {0: opposite, 1: ((1.0, 0.0), (0.0, 0.0)), **{number: ((1.0, 1.0),) * 2 for number in range(2, 9)}}
@@ -159,7 +159,7 @@ patterns = st.lists(st.booleans(), max_size=60)
 
 
 @given(patterns, st.integers(1, 7), st.sampled_from([1.0, 1.1, 1.5, 2.0, 3.0]), st.booleans(), st.integers(1, 4), st.integers(1, 6))
-def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(alive, num_groups, ratio, dynamic, times, num_rollouts):
+def test_dynamic_sampling_trains_every_nonzero_std_group_once(alive, num_groups, ratio, dynamic, times, num_rollouts):
     """Of the prompts that count as used, the live ones are exactly those that were trained: none is lost, none comes twice."""
     rewards = mixed("".join("L" if one else "." for one in alive))
     stream, trained = Stream(), []
@@ -248,7 +248,7 @@ def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answ
     return list(found.samples.values()), stats, found.rows
 
 
-def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
+def test_rollout_samples_contain_prompt_completion_and_advantage():
     samples, stats, rows = rollout({0: LIVE, 1: ZERO_STD}, number=5)
     assert [(s.rollout, s.row, s.prompt_number) for s in samples] == [(5, 0, 0), (5, 1, 0), (5, 2, 1), (5, 3, 1)]
     second = samples[3]
@@ -263,7 +263,7 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
     assert "dynamic_sample/rounds" not in stats
 
 
-def test_a_small_advantage_is_not_an_advantage_of_zero():
+def test_rollout_small_advantage_is_not_treated_as_zero():
     """A row of advantage 0 is not computed: one of 0.01, or of a rounding error, is."""
     samples, _, rows = rollout({0: ((0.02,), (0.0,)), 1: ZERO_STD}, scale_rewards="none")
     assert [s.advantage for s in samples] == pytest.approx([0.01, -0.01, 0, 0])
@@ -272,7 +272,7 @@ def test_a_small_advantage_is_not_an_advantage_of_zero():
     assert rows.is_zero_advantage.tolist() == [False, False, True, True]
 
 
-def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains_nothing_has_no_word_of_it():
+def test_rollout_samples_have_teacher_logprobs_unless_untrained():
     """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
 
     def teacher(rows):
@@ -289,7 +289,7 @@ def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains
     assert all(s.teacher_logprobs is None for s in rollout({0: LIVE, 1: ZERO_STD})[0])
 
 
-def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_once():
+def test_rollout_with_lost_teacher_is_logged_once_after_retry():
     heard, rewards = Heard(), {number: LIVE for number in range(8)}
 
     def gone(rows):
@@ -302,7 +302,7 @@ def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_
         rollouts_of(rewards, schedule(), logger=heard, teacher=lambda *asked: {}).sample([0])
 
 
-def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
+def test_rollout_rows_have_group_and_prefix_for_training_and_penalty():
     def penalty(rows):
         assert are_right(rows.rows)
         return np.zeros(4), {}
@@ -318,13 +318,13 @@ def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_wh
     assert [sample.prefix for sample in samples] == [2] * 4
 
 
-def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean():
+def test_rollout_unscored_completion_is_excluded_from_training_and_means():
     samples, stats, _ = rollout({0: ((None,), (None,)), 1: LIVE})
     assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_zero_std
     assert stats["reward"] == 0.5
 
 
-def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(caplog):
+def test_rollout_completion_with_invalid_logprob_is_excluded_and_counted(caplog):
     def broken(prompt, place, version):
         one = answer(prompt, place, version)
         return replace(one, logprobs=np.float32([0, 0, -0.5, [-math.inf, 0.3][prompt.number]])) if place else one
@@ -348,7 +348,7 @@ def told_words(prompt, place, version):
     return replace(one, sequence=replace(one.sequence, mask_offsets=np.cumsum([0, *map(len, words)]), mask_ids=mask_ids))
 
 
-def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
+def test_rollout_sampled_ahead_has_sampling_mask_and_teacher_logprobs():
     engine, asked = ScriptedEngine(told_words), []
     engine.load_weights(WeightUpdate(kind="weights", version=0, tensors=()))
 
@@ -372,7 +372,7 @@ def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
 
 
 @pytest.mark.parametrize("drained_at", [None, 1, 2])
-def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those_of_the_rollouts_own_step(drained_at):
+def test_rollout_penalty_logprobs_are_reused_as_old_logprobs_in_same_step(drained_at):
     """Rollout 1 comes in at step 2 and its second half is trained at step 3. A checkpoint that took it in after step 1 scored it by
     weights that no ratio is against."""
     engine = ScriptedEngine(answer)
@@ -408,7 +408,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
         (1, 2, ""), (1, 3, ""), (1, 4, ""), (0, 2, ""),
     ],
 )  # fmt: skip
-def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_is_no_rollout(depth, version, said):
+def test_rollout_with_version_outside_planned_range_raises(depth, version, said):
     """Of two steps each: rollout 1 comes in at step 2, and rollout 2, sampled from step 2 on, at step 4. Weights that were pushed late
     look like this."""
     engine, table = ScriptedEngine(answer), schedule(steps=2, depth=depth)
@@ -421,14 +421,14 @@ def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_
         rollouts.sample([1 + depth])
 
 
-def test_the_version_of_each_stretch_of_a_completion_is_checked():
+def test_rollout_checks_version_of_each_part_of_a_completion():
     engine = ScriptedEngine(lambda *asked: replace(answer(*asked), versions=((2, 2, 3), (5, 3, 4))))
     engine.load_weights(WeightUpdate(kind="weights", version=2, tensors=()))
     with pytest.raises(ValueError, match="sampled by weight version 5; the training schedule expects version 2, or up to 4$"):
         rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2, depth=1), engine=engine).sample([2])
 
 
-def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_nothing_has_none(caplog):
+def test_rollout_samples_have_sampling_mask_unless_untrained(caplog):
     def told(prompt, place, version):
         """Completion 1 of prompt 1 is refused."""
         one = told_words(prompt, place, version)
@@ -450,7 +450,7 @@ def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_not
         rollout({0: LIVE, 1: LIVE}, sampling=sampling)
 
 
-def test_where_every_completion_is_refused_the_run_ends():
+def test_rollout_with_all_completions_invalid_raises():
     def broken(prompt, place, version):
         return replace(answer(prompt, place, version), logprobs=np.float32([0, 0, math.nan, -1.0]))
 
@@ -458,12 +458,12 @@ def test_where_every_completion_is_refused_the_run_ends():
         rollout({0: LIVE, 1: LIVE}, answer=broken)
 
 
-def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
+def test_rollout_with_old_logprobs_rollout_uses_sampler_logprobs():
     samples, *_ = rollout({0: LIVE, 1: ZERO_STD}, old_logprobs="rollout")
     assert all(s.old_logprobs_from == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
 
 
-def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_zero_std_group_live():
+def test_rollout_kl_penalty_is_subtracted_before_baseline():
     def penalty(rows):
         assert [one.token_ids.tolist()[-1] for one in rows.sequences.values()] == [1, 2, 11, 12]
         return np.array([0.25, 0.0, 0.5, 0.0]), {}
@@ -475,7 +475,7 @@ def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_zero_std_gr
     assert stats["kl_in_reward"] == pytest.approx(0.1875) and stats["reward"] == 0.75
 
 
-def test_the_mean_reward_of_all_that_was_sampled_is_told_beside_that_of_what_was_kept():
+def test_rollout_metrics_include_mean_reward_of_all_sampled_groups():
     """Kept: prompts 2 and 3, reward 0.5 each. Sampled: those, and two zero-std groups of reward 1."""
     _, stats, _ = rollout({0: ZERO_STD, 1: ZERO_STD, 2: LIVE, 3: LIVE}, dynamic_sample=True)
     assert (stats["reward"], stats["dynamic_sample/reward"]) == (0.5, 0.75)

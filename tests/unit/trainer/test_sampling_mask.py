@@ -28,14 +28,14 @@ def of(kept: SamplingMask) -> list[list[int]]:
     return [part.tolist() for part in np.split(kept.ids, kept.at[1:-1])]
 
 
-def test_words_that_were_left_out_are_not_told_and_the_token_stands_there_once():
+def test_sampling_mask_omits_excluded_tokens_and_contains_sampled_token_once():
     ids, logprobs = told([(7, 0.25), (3, 0.75), (7, 0.25), (1, 0.0), (2, 0.0)], [(3, 1.0), (3, 1.0), (9, 0.0), (1, 0.0), (4, 0.0)])
     found, kept = logprobs_and_mask(ids, logprobs, 100)
     assert np.exp(found).tolist() == pytest.approx([0.25, 1.0]) and found.dtype == np.float32
     assert of(kept) == [[7, 3], [3]] and kept.at.dtype == np.int64 and kept.ids.dtype == np.int32
 
 
-def test_what_may_be_more_than_was_told_is_taken_for_what_was_told():
+def test_sampling_mask_with_ties_beyond_reported_tokens_uses_reported_ones():
     """Words as likely as the last one stay in vLLM's set; here it told of two of four, and the drawn token is a third."""
     ids, logprobs = told([(5, 0.2), (1, 0.4), (2, 0.2)])
     (found,), kept = logprobs_and_mask(ids, logprobs, 100)
@@ -70,14 +70,14 @@ def sequence(kept: list[list[int]] | None) -> TokenSequence:
         ([[3, *range(10, 20 + TIES)], [4]], f"be at most {1 + 8 + TIES} with top_k 8"),
     ],
 )
-def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
+def test_check_sampling_mask_requires_distinct_ids_with_sampled_token(kept, said):
     if said is None:
         return check_sampling_mask(sequence(kept), 8)
     with pytest.raises(InvalidSamplingMaskError, match=re.escape(said)):
         check_sampling_mask(sequence(kept), 8)
 
 
-def test_kept_words_belong_to_as_many_tokens_as_are_masked():
+def test_sampling_mask_with_wrong_number_of_rows_raises():
     one = sequence([[3], [4], [5]])
     with pytest.raises(ValueError, match="the sampling mask has 3 rows and 3 token IDs; 2 rows are needed"):
         _ = one.sampling_mask
@@ -87,7 +87,7 @@ def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     check_sampling_mask(TokenSequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
 
 
-def test_tokens_are_taken_with_their_words():
+def test_sampling_mask_take_selects_rows():
     kept = SamplingMask(np.array([0, 2, 2, 3]), np.array([7, 8, 9], dtype=np.int32))
     taken = kept.take(np.array([2, 0, 1, 2]))
     assert taken.at.tolist() == [0, 1, 3, 3, 4] and taken.ids.tolist() == [9, 7, 8, 9]

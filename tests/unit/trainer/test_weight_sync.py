@@ -28,12 +28,12 @@ def of_ranks(*found):
     return {f"rank {rank}": one for rank, one in enumerate(found)}
 
 
-def test_small_differences_pass():
+def test_sync_check_accepts_small_differences():
     assert _problem(of_ranks(*[report(uncached=1e-4, cached=1e-4)] * 2), 3, is_low_precision=False) is None
     assert _problem(of_ranks(*[report(uncached=0.1, cached=0.3)] * 2), 3, is_low_precision=True) is None
 
 
-def test_float32_is_bounded_by_its_worst_token_and_bfloat16_by_means():
+def test_sync_check_bounds_worst_token_in_float32_and_means_in_bfloat16():
     one_bad = report()
     one_bad.uncached[3] = 0.6
     assert "max 0.6" in _problem(of_ranks(one_bad), 3, is_low_precision=False)
@@ -43,26 +43,26 @@ def test_float32_is_bounded_by_its_worst_token_and_bfloat16_by_means():
 
 
 @pytest.mark.parametrize("is_low_precision", [False, True])
-def test_nan_is_not_a_small_difference(is_low_precision):
+def test_sync_check_rejects_nan(is_low_precision):
     assert _problem(of_ranks(report(uncached=float("nan"))), 3, is_low_precision=is_low_precision)
     assert _problem(of_ranks(report(cached=float("nan"))), 3, is_low_precision=is_low_precision)
 
 
-def test_hint_follows_from_where_it_is_wrong():
+def test_sync_check_hint_depends_on_where_engines_differ():
     assert "prefix cache differ: it was not reset" in _problem(of_ranks(*[report(cached=2.0)] * 2), 3, is_low_precision=False)
     assert "Only some engines differ" in _problem(of_ranks(report(), report(uncached=2.0)), 3, is_low_precision=False)
     assert "All engines differ" in _problem(of_ranks(*[report(uncached=2.0)] * 2), 3, is_low_precision=False)
     assert "{'rank 1': 2}" in _problem(of_ranks(report(), report(version=2)), 3, is_low_precision=False)
 
 
-def test_trial_is_called_by_its_name_and_its_hint_says_what_an_engine_may_have_done():
+def test_sync_check_of_trial_adapter_has_its_own_message():
     assert _problem(of_ranks(report(version=NO_VERSION)), NO_VERSION, is_low_precision=False) is None
     problem = _problem(of_ranks(*[report(uncached=2.0, version=NO_VERSION)] * 2), NO_VERSION, is_low_precision=False)
     assert "does not sample from the trial adapter" in problem and problem.endswith("or the adapter is ignored.")
     assert "ignored" not in _problem(of_ranks(*[report(uncached=2.0)] * 2), 3, is_low_precision=False)
 
 
-def test_an_engine_that_follows_the_trial_is_told_from_one_that_ignores_it_below_the_bound_of_a_push():
+def test_trial_adapter_check_separates_engines_that_apply_and_ignore_it():
     """Means of 0.05 differ less than the 0.2 that a bfloat16 push may, and the noise is as large: 250 tokens tell them apart."""
     rng = np.random.default_rng(0)
     untried = rng.normal(-3, 1, 250)
@@ -77,7 +77,7 @@ def test_an_engine_that_follows_the_trial_is_told_from_one_that_ignores_it_below
     assert "only a part of it" in _trial_problem(of_ranks(_followed_share(tried + (tried - untried), tried, untried)))  # scaled twice
 
 
-def test_trial_that_moves_nothing_proves_nothing():
+def test_trial_adapter_without_effect_is_inconclusive():
     untried, noise = np.full(250, -3.0), np.random.default_rng(0).normal(0, 0.05, 250)
     assert "inconclusive" in _trial_problem(of_ranks(_followed_share(untried, untried, untried)))
     assert "inconclusive" in _trial_problem(of_ranks(_followed_share(untried + noise, untried + 0.01, untried)))
@@ -86,7 +86,7 @@ def test_trial_that_moves_nothing_proves_nothing():
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_server_that_joins_is_proven_again_and_only_where_weights_are_verified(monkeypatch, verify):
+def test_sync_check_runs_again_for_new_server_if_verification_is_enabled(monkeypatch, verify):
     """Also where nothing is to be pushed: it has the version, from whoever started it."""
     done, joins = [], iter([True, False, True, False, True])
     receiver = SimpleNamespace(version=0, prepare=lambda: next(joins))
