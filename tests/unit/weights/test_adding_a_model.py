@@ -19,7 +19,7 @@ from tests.unit.weights.tiny import BASE
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
 
 
-def test_the_worked_example_reads_cuts_and_writes_a_model(tmp_path):
+def test_adding_a_model_example_reads_shards_and_writes_a_model(tmp_path):
     (block,) = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     before = dict(families.FAMILIES)
     try:
@@ -44,7 +44,7 @@ def test_the_worked_example_reads_cuts_and_writes_a_model(tmp_path):
         families.FAMILIES.update(before)
 
 
-def test_the_page_names_every_family():
+def test_adding_a_model_page_names_every_family():
     page = PAGE.read_text(encoding="utf-8")
     assert [name for name in families.FAMILIES if f"`{name}`" not in page] == []
 
@@ -53,7 +53,7 @@ def test_the_page_names_every_family():
     "path",
     sorted(set(re.findall(r"`([\w/]+\.(?:py|json|md))`", PAGE.read_text(encoding="utf-8")))),
 )
-def test_files_that_the_page_points_to_exist(path):
+def test_adding_a_model_page_files_exist(path):
     root = PAGE.parents[1]
     package = root / "megatron_grpo"
     folders = (root, package, package / "core" / "weights")

@@ -54,7 +54,7 @@ vision = {"Qwen2VLForConditionalGeneration": "qwen2_vl", "Qwen2_5_VLForCondition
           "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe"}  # fmt: skip
 
 
-def test_the_table_is_that_of_the_installed_transformers():
+def test_config_field_table_equals_installed_transformers():
     table, made = json.loads(FILE.read_text()), config_fields.make_table()
     differs = [
         f"{family}.{name}: {said.get(name, 'nothing')} in config_fields.json, {theirs.get(name, 'nothing')} in transformers"
@@ -72,7 +72,7 @@ def test_the_table_is_that_of_the_installed_transformers():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_field_that_is_not_idle_makes_another_model_or_is_refused(family, tmp_path):
+def test_config_field_that_has_effect_changes_shape_or_is_rejected(family, tmp_path):
     config = config_of_family(family, tmp_path)
     right = ModelShape.from_hf(config)
     ignored = []
@@ -114,12 +114,12 @@ def test_a_field_that_is_not_idle_makes_another_model_or_is_refused(family, tmp_
     ("qwen3", {"rope_parameters": {**STRETCHED_BY_YARN, "beta_fast": 0}}, "beta_fast must be a positive number"),
     ("qwen2", {"hidden_size": 1}, r"hidden_size \(1\) is less than num_attention_heads \(8\)"),
 ])  # fmt: skip
-def test_what_a_config_says_and_nothing_here_would_do_is_refused(name, said, words):
+def test_config_field_with_unsupported_value_is_rejected(name, said, words):
     with pytest.raises(ConfigError, match=words):
         ModelShape.from_hf(config_of(name) | said)
 
 
-def test_beside_text_config_nothing_is_read_that_transformers_does_not_read(tmp_path):
+def test_config_fields_outside_text_config_are_read_as_by_transformers(tmp_path):
     config = json.loads((vision_cases.write_vlm(tmp_path, "qwen3_vl") / "config.json").read_text())
     inner = config["text_config"]
     right = ModelShape.from_hf(config)

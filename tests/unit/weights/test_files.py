@@ -45,7 +45,7 @@ def test_experts_that_transformers_5_stores_as_in_memory_are_refused(tmp_path):
         HfReader(path)
 
 
-def test_sharded_and_single_checkpoints_read_alike(tmp_path):
+def test_hf_reader_of_sharded_checkpoint_equals_single_file(tmp_path):
     single = HfReader(write_checkpoint("qwen3", tmp_path / "single"))
     sharded = HfReader(write_checkpoint("qwen3", tmp_path / "sharded", max_shard_size="20KB"))
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
@@ -55,7 +55,7 @@ def test_sharded_and_single_checkpoints_read_alike(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
-def test_what_is_written_loads_in_transformers_with_equal_weights(tmp_path, name, max_shard_bytes):
+def test_hf_writer_checkpoint_loads_in_transformers_with_equal_weights(tmp_path, name, max_shard_bytes):
     source = write_checkpoint(name, tmp_path / "source")
     copy_weights(HfReader(source), tmp_path / "out", source, max_shard_bytes=max_shard_bytes)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
@@ -85,7 +85,7 @@ def test_prediction_layers_are_not_in_the_exported_config(tmp_path):
     assert read_config(tmp_path / "out")["text_config"]["mtp_num_hidden_layers"] == 0
 
 
-def test_an_old_config_keeps_its_own_word_for_dtype(tmp_path):
+def test_hf_writer_keeps_torch_dtype_key_of_old_config(tmp_path):
     source = write_checkpoint("llama", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")
@@ -95,7 +95,7 @@ def test_an_old_config_keeps_its_own_word_for_dtype(tmp_path):
     assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
 
 
-def test_companion_files_come_along_and_foreign_weights_do_not(tmp_path):
+def test_hf_writer_copies_companion_files_without_other_weights(tmp_path):
     source = write_checkpoint("llama", tmp_path / "source")
     for name in (
         "tokenizer.json",
@@ -122,7 +122,7 @@ def test_companion_files_come_along_and_foreign_weights_do_not(tmp_path):
     }
 
 
-def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_rubbish(tmp_path):
+def test_hf_writer_failure_keeps_earlier_checkpoint(tmp_path):
     source = write_checkpoint("llama", tmp_path / "source")
     reader, out = HfReader(source), tmp_path / "out"
     copy_weights(reader, out, source)
@@ -136,7 +136,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_rubbish(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
-def test_a_directory_that_is_not_a_checkpoint_is_never_replaced(tmp_path):
+def test_hf_writer_does_not_replace_other_directories(tmp_path):
     source = write_checkpoint("llama", tmp_path / "source")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years")
@@ -145,7 +145,7 @@ def test_a_directory_that_is_not_a_checkpoint_is_never_replaced(tmp_path):
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years"
 
 
-def test_a_live_parameter_may_change_after_it_was_handed_over(tmp_path):
+def test_hf_writer_copies_tensors_at_call(tmp_path):
     source = write_checkpoint("llama", tmp_path / "source")
     live = torch.ones(4, 6)
     with HfWriter(tmp_path / "out", source) as write:
@@ -155,7 +155,7 @@ def test_a_live_parameter_may_change_after_it_was_handed_over(tmp_path):
     assert all(tensor.eq(1).all() for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
 
 
-def test_what_is_wrong_with_a_checkpoint_is_said_in_words(tmp_path):
+def test_hf_reader_of_invalid_checkpoint_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="is not a directory"):
         HfReader(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -190,7 +190,7 @@ def with_head(tmp_path, name: str, change):
     return path
 
 
-def test_a_tied_checkpoint_that_ships_another_head_is_refused_by_name(tmp_path):
+def test_check_tied_head_rejects_different_head(tmp_path):
     def moved(embedding):
         return torch.cat([embedding[:3], embedding[3:] + 0.25])
 
@@ -203,7 +203,7 @@ def test_a_tied_checkpoint_that_ships_another_head_is_refused_by_name(tmp_path):
         check_tied_head(HfReader(with_head(tmp_path / "longer", "llama_tied", lambda embedding: torch.zeros(60, 32))))
 
 
-def test_a_family_that_ties_by_itself_is_not_given_another_head_either(tmp_path):
+def test_tied_head_of_family_default_rejects_different_head(tmp_path):
     path = with_head(tmp_path, "gemma3", lambda embedding: -embedding)
     config = json.loads((path / "config.json").read_text())
     config.pop("tie_word_embeddings", None)
@@ -213,11 +213,11 @@ def test_a_family_that_ties_by_itself_is_not_given_another_head_either(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "change"), [("llama_tied", lambda w: w), ("qwen2", lambda w: -w)])
-def test_a_copy_of_the_embedding_and_an_untied_head_are_as_they_should_be(tmp_path, name, change):
+def test_check_tied_head_accepts_copy_of_embedding_and_untied_head(tmp_path, name, change):
     check_tied_head(HfReader(with_head(tmp_path, name, change)))
 
 
-def test_the_policy_is_not_built_on_a_head_that_it_would_ignore(tmp_path):
+def test_policy_with_different_tied_head_is_rejected(tmp_path):
     from tests import parity_cases as cases
     from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from megatron_grpo.run.config.rules.layout import layout_problems, length_proble
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 
 
-def test_a_rest_is_said_with_the_arithmetic_and_the_nearest_sizes_that_work():
+def test_layout_problem_shows_arithmetic_and_nearest_sizes():
     shape = ModelShape.from_hf(config_of("qwen3"))  # 8 heads, 4 groups, ffn 40
     heads, ffn, groups = layout_problems(shape, tp=3)
     assert str(heads) == ("tensor_model_parallel_size (3): must divide the model's num_attention_heads (8): 8 = 2 x 3 + 2. Use 2 or 4.")
@@ -21,7 +21,7 @@ def test_a_rest_is_said_with_the_arithmetic_and_the_nearest_sizes_that_work():
     assert heads.flags == ("tensor_model_parallel_size",) and heads.nearest == {"tensor_model_parallel_size": [2, 4]}
 
 
-def test_experts_are_divided_by_their_own_sizes():
+def test_layout_of_experts_uses_expert_parallel_sizes():
     shape = ModelShape.from_hf(config_of("qwen3_moe"))  # 4 experts of width 16, all layers: the dense width never matters
     assert layout_problems(shape, tp=4, ep=4, etp=4) == []
     experts, width = layout_problems(shape, ep=3, etp=3)
@@ -32,7 +32,7 @@ def test_experts_are_divided_by_their_own_sizes():
 
 @pytest.mark.parametrize("tp", range(1, 17))
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_what_fits_can_be_cut_and_what_cannot_be_cut_does_not_fit(name, tp):
+def test_layout_problems_agree_with_weight_sharding(name, tp):
     shape = ModelShape.from_hf(config_of(name))
     weights = WeightMap.for_shape(shape, padded_vocab_size=-(-shape.vocab_size // tp) * tp)
     tensors = {hf_name: torch.empty(size, device="meta") for hf_name, size in hf_shapes(shape).items()}
@@ -44,14 +44,14 @@ def test_what_fits_can_be_cut_and_what_cannot_be_cut_does_not_fit(name, tp):
         assert not fits
 
 
-def test_sequences_may_leave_a_window_and_not_the_positions_that_a_model_has():
+def test_length_above_window_is_accepted_and_above_max_positions_rejected():
     shape = ModelShape.from_hf({**config_of("mistral"), "sliding_window": 32})
     assert length_problems(shape, 64) == []
     (problem,) = length_problems(shape, 65)
     assert "max_position_embeddings (64)" in str(problem)
 
 
-def test_sequences_may_not_leave_what_yarn_stretched_a_rope_to():
+def test_length_above_yarn_rope_is_rejected():
     yarn = {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 17, "rope_theta": 1e4}
     shape = ModelShape.from_hf({**config_of("qwen3"), "rope_parameters": yarn})
     assert length_problems(shape, 42) == []
@@ -59,7 +59,7 @@ def test_sequences_may_not_leave_what_yarn_stretched_a_rope_to():
     assert "YaRN rope (42 =" in str(problem)
 
 
-def test_a_norm_over_all_heads_needs_a_group_on_every_rank():
+def test_layout_with_full_width_norm_needs_a_group_per_rank():
     shape = ModelShape.from_hf({**config_of("olmo2"), "num_key_value_heads": 2})
     (problem,) = layout_problems(shape, tp=4)
     assert "num_key_value_heads (2), because its key norm covers all heads. Use 2" in str(problem)

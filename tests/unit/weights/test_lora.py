@@ -27,7 +27,7 @@ from tests.unit.weights.tiny import config_of
     ],
     ids=str,
 )
-def test_modules_with_an_adapter_are_pefts(tmp_path, said):
+def test_lora_modules_equal_peft(tmp_path, said):
     names = [module.name for module in linear_modules(ModelShape.from_hf(config_of("qwen3")))]
     config = {"target_modules": sorted({name.rsplit(".", 1)[1] for name in names}), **said}
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}))

@@ -37,7 +37,7 @@ def shards_of(weights: WeightMap, name: str, read, tp: int, expert_tp: int) -> l
 
 @pytest.mark.parametrize("naming", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name,tp,expert_tp", CASES)
-def test_round_trip_is_bit_exact_and_complete(reader, name, tp, expert_tp, naming):
+def test_weight_map_round_trip_is_exact_and_complete(reader, name, tp, expert_tp, naming):
     if (name, naming) == ("gpt_oss", "transformer_engine"):
         pytest.skip("its layers are local ones only")
     source = reader(name)
@@ -69,7 +69,7 @@ def test_vocabulary_padding_is_zero_and_never_exported(reader):
     assert torch.equal(tensor, source("lm_head.weight"))
 
 
-def test_a_rank_holds_whole_query_groups_and_matching_halves_of_gate_and_up(reader):
+def test_weight_map_shards_by_query_group_and_matching_gate_up_halves(reader):
     source = reader("qwen3")  # 8 heads in 4 groups, heads of 6 channels
     weights = WeightMap.for_shape(ModelShape.from_hf(source.config), padded_vocab_size=64)
     q, k, v = (source(f"model.layers.1.self_attn.{p}_proj.weight") for p in "qkv")
@@ -90,7 +90,7 @@ def test_tied_output_layer_is_a_copy_of_the_embedding_and_is_exported_once(reade
     assert weights.entry("output_layer.weight").is_copy and "lm_head.weight" not in weights.expected_hf_names()
 
 
-def test_kind_says_how_to_gather():
+def test_weight_map_entries_have_shard_split_and_expert_flag():
     shape = ModelShape.from_hf(config_of("deepseek_v3"))
     weights = WeightMap.for_shape(shape, padded_vocab_size=64)
     expert = weights.entry("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
@@ -100,7 +100,7 @@ def test_kind_says_how_to_gather():
     assert weights.entry("decoder.layers.1.mlp.router.expert_bias").is_buffer
 
 
-def test_local_numbers_become_global_ones():
+def test_weight_map_converts_local_layer_numbers_to_global():
     assert (
         with_global_numbers("decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight", first_layer=6, first_expert=4)
         == "decoder.layers.7.mlp.experts.local_experts.4.linear_fc1.weight"
@@ -125,13 +125,13 @@ def test_local_numbers_become_global_ones():
         "mtp.layers.0.weight",
     ],
 )
-def test_a_parameter_that_the_model_does_not_have_is_refused(name):
+def test_weight_map_unknown_parameter_raises(name):
     weights = WeightMap.for_shape(ModelShape.from_hf(config_of("qwen3_moe")), padded_vocab_size=64)
     with pytest.raises(LookupError, match="is not a parameter of Qwen3MoeForCausalLM"):
         weights.entry(name)
 
 
-def test_missing_and_unknown_tensors_are_named_together():
+def test_weight_map_reports_missing_and_unknown_tensors_together():
     weights = WeightMap.for_shape(ModelShape.from_hf(config_of("llama")), padded_vocab_size=53)
     names = set(weights.expected_hf_names()) - {"lm_head.weight"} | {"model.layers.0.self_attn.q_proj.bias"}
     with pytest.raises(ConfigError) as error:
@@ -150,14 +150,14 @@ def test_old_buffers_prediction_layers_and_a_stored_tied_head_are_ignored():
     tied.check_complete(set(tied.expected_hf_names()) | {"lm_head.weight"})
 
 
-def test_wrong_size_says_both_sizes(reader):
+def test_weight_map_load_of_wrong_shape_raises_with_both_shapes(reader):
     source = reader("llama")
     weights = WeightMap.for_shape(ModelShape.from_hf({**source.config, "intermediate_size": 44}), padded_vocab_size=53)
     with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \(40, 32\) in the checkpoint.*\(44, 32\)"):
         weights.load("decoder.layers.0.mlp.linear_fc1.weight", source)
 
 
-def test_a_size_that_does_not_divide_says_the_arithmetic(reader):
+def test_weight_map_load_of_indivisible_size_raises_with_arithmetic(reader):
     weights = WeightMap.for_shape(ModelShape.from_hf(reader("llama").config), padded_vocab_size=53)
     with pytest.raises(ConfigError, match=r"40 = 13 x 3 \+ 1"):
         weights.load("decoder.layers.0.mlp.linear_fc2.weight", reader("llama"), tp_size=3)
@@ -176,7 +176,7 @@ def test_a_size_that_does_not_divide_says_the_arithmetic(reader):
     tied=st.booleans(),
     biases=st.booleans(),
 )
-def test_any_shape_that_divides_round_trips(groups, heads_per_group, half_head, ffn, tp, vocab, tied, biases):
+def test_weight_map_of_any_divisible_shape_round_trips(groups, heads_per_group, half_head, ffn, tp, vocab, tied, biases):
     shape = ModelShape.from_hf(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -217,7 +217,7 @@ def test_expert_ranks_and_stages_together_hold_every_parameter_once(reader, nami
     assert sorted(held) == sorted(name for name in weights.megatron_names() if weights.entry(name).is_expert and "linear_fc1" in name)
 
 
-def test_a_parameter_that_no_module_holds_is_noticed():
+def test_weight_map_check_held_reports_missing_parameters():
     weights = WeightMap.for_shape(ModelShape.from_hf(config_of("llama_all_biases")), padded_vocab_size=64)
     names = set(weights.megatron_names())
     weights.check_held(names)

@@ -52,7 +52,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("head_dim", [64, 128, 6])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_frequencies_are_those_of_transformers(scaling, head_dim):
+def test_rope_frequencies_equal_transformers(scaling, head_dim):
     config = {**config_of("llama"), "head_dim": head_dim, "max_position_embeddings": 131072, "rope_parameters": SCALINGS[scaling]}
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**config))
     ours, attention_scaling = rope_inverse_frequencies(ModelShape.from_hf(config))
@@ -61,7 +61,7 @@ def test_frequencies_are_those_of_transformers(scaling, head_dim):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_defaults_of_each_family_are_those_of_transformers(name):
+def test_rope_defaults_of_each_family_equal_transformers(name):
     ours, scaling = rope_inverse_frequencies(ModelShape.from_hf(config_of(name)))
     silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
     theirs, shape = AutoConfig.for_model(**silent).rope_parameters, ModelShape.from_hf(silent)
@@ -79,7 +79,7 @@ YARN_OF_SOME = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embed
     ("olmo3", Olmo3RotaryEmbedding, {"rope_theta": 5e5, "rope_scaling": YARN_OF_SOME}),
     ("gemma3", Gemma3RotaryEmbedding, {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}),
 ])  # fmt: skip
-def test_layers_with_a_window_have_a_rope_of_their_own(name, kind, older):
+def test_rope_of_sliding_window_layers_is_separate(name, kind, older):
     silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
     newer = AutoConfig.for_model(**silent, **older)
     for config in ({**silent, **older}, {**silent, "rope_parameters": newer.rope_parameters}):
@@ -100,13 +100,13 @@ def test_layers_with_a_window_have_a_rope_of_their_own(name, kind, older):
     ("gemma3", {"layer_types": ["full_attention"] * 3}, "for each of 4 layers"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types must name full_attention or sliding_attention"),
 ])  # fmt: skip
-def test_what_a_config_says_of_its_layers_and_is_not_served_is_refused(name, said, words):
+def test_rope_config_with_unsupported_layers_is_rejected(name, said, words):
     config = {key: value for key, value in config_of(name).items() if key != "rope_parameters"}
     with pytest.raises(ConfigError, match=words):
         ModelShape.from_hf({**config, **said})
 
 
-def test_latent_attention_rotates_its_own_part_and_sharpens_its_softmax():
+def test_rope_of_latent_attention_equals_transformers():
     config = {
         **config_of("deepseek_v3"),
         "rope_parameters": {

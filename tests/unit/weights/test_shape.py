@@ -24,7 +24,7 @@ LLAMA = {
 }
 
 
-def test_the_shape_of_a_model_is_known_without_torch():
+def test_model_shape_imports_no_torch():
     code = (
         "import sys, json; from megatron_grpo.core.weights.shape import ModelShape; "
         "from megatron_grpo.core.weights.names import num_parameters;"
@@ -34,7 +34,7 @@ def test_the_shape_of_a_model_is_known_without_torch():
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_parameters_are_counted_as_transformers_counts_them(name):
+def test_num_parameters_equals_transformers(name):
     import transformers
     from transformers import AutoModelForCausalLM
 
@@ -50,7 +50,7 @@ def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
     assert num_parameters(shape) - num_parameters(shape, active_only=True) == 2 * 2 * 3 * 32 * 40
 
 
-def test_sizes_of_published_models_are_known():
+def test_num_parameters_of_published_models():
     qwen = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 151936,
@@ -89,7 +89,7 @@ def test_sizes_of_published_models_are_known():
     assert (round(num_parameters(shape) / 1e9), int(num_parameters(shape, active_only=True) / 1e9)) == (671, 37)
 
 
-def test_both_generations_of_the_config_give_one_shape():
+def test_model_shape_is_equal_for_old_and_new_config_form():
     old = {
         **LLAMA,
         "rope_theta": 5e5,
@@ -124,7 +124,7 @@ def test_both_generations_of_the_config_give_one_shape():
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe_mixed", "deepseek_v3"])
-def test_layers_with_experts_are_those_of_transformers(name):
+def test_model_shape_expert_layers_equal_transformers(name):
     shape = ModelShape.from_hf(config_of(name))
     expected = {"qwen3_moe_mixed": (False, False, False, True), "deepseek_v3": (False, True)}[name]
     assert shape.moe.layers == expected
@@ -140,7 +140,7 @@ def test_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ModelShape.from_hf({"hidden_size": 4})
 
 
-def test_a_model_whose_layers_are_not_built_here_is_refused_for_that_reason():
+def test_model_shape_with_unsupported_layers_is_rejected_with_reason():
     name = "Glm4vMoeForConditionalGeneration"
     with pytest.raises(ConfigError, match=rf"{name} is not supported: its vision tower .* GLM-4.5 \(Glm4MoeForCausalLM\)\.$"):
         ModelShape.from_hf({**LLAMA, "architectures": [name]})
@@ -155,7 +155,7 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrids_have_the_defaults_of_their_class_and_its_parameters(name):
+def test_hybrid_model_shape_has_defaults_of_its_config_class(name):
     layers, sizes, parameters = HYBRIDS[name]
     shape = ModelShape.from_hf({"architectures": [name], "num_hidden_layers": layers, "num_attention_heads": 16, **sizes})
     assert num_parameters(shape) == parameters
@@ -197,7 +197,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_hybrids_are_read_as_their_config_json_has_them(name):
+def test_hybrid_model_shapes_of_published_configs(name):
     architecture, layers, sizes, parameters = PUBLISHED[name]
     kinds = [("linear_attention", "full_attention")[(layer + 1) % 4 == 0] for layer in range(layers)]
     text = {**TEXT, **sizes, "num_hidden_layers": layers, "layer_types": kinds}
@@ -216,12 +216,12 @@ def test_published_hybrids_are_read_as_their_config_json_has_them(name):
     ({"layer_types": ["linear_attention"] * 4}, r"none of the 4 layers has full_attention, without which transformers"),
     ({"linear_num_value_heads": 10}, r"linear_num_value_heads \(10\) must be a multiple of linear_num_key_heads \(4\)\."),
 ])  # fmt: skip
-def test_hybrids_that_would_be_computed_in_another_way_are_refused(changes, message):
+def test_hybrid_model_shape_with_unsupported_config_is_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_hf(config_of("qwen3_5") | changes)
 
 
-def test_a_hybrid_reads_its_layers_and_a_rope_with_three_axes_of_text():
+def test_hybrid_model_shape_reads_layer_types_and_text_rope():
     config = config_of("qwen3_5")
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
     config |= {"layer_types": ["full_attention", "linear_attention", *["full_attention"] * 2], "rope_parameters": rope}
@@ -230,7 +230,7 @@ def test_a_hybrid_reads_its_layers_and_a_rope_with_three_axes_of_text():
     assert (shape.rope.theta, shape.rope.dim, shape.rope.sections) == (1e7, 4, ())
 
 
-def test_everything_wrong_is_said_at_once():
+def test_model_shape_reports_all_problems_together():
     config = {**LLAMA, "hidden_act": "gelu", "quantization_config": {"bits": 4}, "vocab_size": None, "num_hidden_layers": 0}
     with pytest.raises(ConfigError) as error:
         ModelShape.from_hf(config)
@@ -238,7 +238,7 @@ def test_everything_wrong_is_said_at_once():
     assert all(word in str(error.value) for word in ("gelu", "quantized", "vocab_size", "num_hidden_layers"))
 
 
-def test_a_key_that_only_one_family_needs_is_missed_by_name():
+def test_model_shape_missing_family_key_is_rejected_by_name():
     config = config_of("deepseek_v3")
     del config["kv_lora_rank"]
     with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM needs kv_lora_rank"):
@@ -256,7 +256,7 @@ def test_a_key_that_only_one_family_needs_is_missed_by_name():
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_rope_that_cannot_be_served_is_refused(rope, word):
+def test_model_shape_with_unsupported_rope_is_rejected(rope, word):
     with pytest.raises(ConfigError, match=word):
         ModelShape.from_hf({**LLAMA, "rope_scaling": rope})
 
@@ -280,12 +280,12 @@ QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4
         ({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": None}, None),
     ],
 )
-def test_a_window_counts_only_where_a_layer_has_it(config, window):
+def test_model_shape_window_applies_to_windowed_layers_only(config, window):
     shape = ModelShape.from_hf(config)
     assert shape.sliding_window == window and not (config is QWEN and shape.windows)
 
 
-def test_windows_are_those_of_transformers_layers():
+def test_model_shape_windows_equal_transformers_layers():
     from transformers import AutoConfig
 
     for name in ("olmo3", "gemma3"):
@@ -309,12 +309,12 @@ def test_windows_are_those_of_transformers_layers():
         ({"pad_token_id": 5}, set()),
     ],
 )
-def test_what_a_server_tells_of_its_model_names_each_number_that_is_another(change, named):
+def test_flat_values_name_each_difference_of_two_shapes(change, named):
     mine, other = (flat_values(ModelShape.from_hf(config)) for config in (LLAMA, LLAMA | change))
     assert {name for name in {**mine, **other} if mine.get(name) != other.get(name)} == named
     assert json.loads(json.dumps(other)) == other
 
 
 @pytest.mark.parametrize(("pad", "padding_idx"), [({}, None), ({"pad_token_id": 0}, 0), ({"pad_token_id": -1}, LLAMA["vocab_size"] - 1)])
-def test_the_padding_token_is_the_one_whose_embedding_transformers_does_not_train(pad, padding_idx):
+def test_model_shape_padding_idx_equals_transformers(pad, padding_idx):
     assert ModelShape.from_hf(LLAMA | pad).padding_idx == padding_idx

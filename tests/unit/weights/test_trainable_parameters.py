@@ -29,12 +29,12 @@ def that_train(model: str, **changes) -> set[str]:
     return {name.removeprefix("model.layers.0.") for name in hf_shapes(shape(model)) if "layers.1." not in name and rule(name)}
 
 
-def test_all_train_by_default_and_none_beside_an_adapter():
+def test_trainable_parameters_default_to_all_and_to_none_with_adapter():
     assert len(that_train("llama")) == len(hf_shapes(shape("llama"))) - 9
     assert that_train("llama", tuner_type="lora") == set()
 
 
-def test_a_prefix_is_the_beginning_of_a_name_and_a_regular_expression_is_found_anywhere():
+def test_freeze_parameters_match_prefix_and_regex_matches_anywhere():
     outside = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
     assert that_train("llama", freeze_parameters=["model.layers."]) == outside
@@ -42,14 +42,14 @@ def test_a_prefix_is_the_beginning_of_a_name_and_a_regular_expression_is_found_a
     assert that_train("llama", freeze_parameters_regex=r"_proj\.|lm_head") == (outside | norms) - {"lm_head.weight"}
 
 
-def test_what_is_trainable_wins_over_what_is_frozen():
+def test_trainable_parameters_override_freeze_parameters():
     assert that_train("llama", freeze_parameters=["model", "lm_head"], trainable_parameters=["model.norm"]) == {"model.norm.weight"}
     both = dict(freeze_parameters_regex=".", trainable_parameters=["lm_head"], trainable_parameters_regex=r"mlp\.down")
     assert that_train("llama", **both) == {"lm_head.weight", "mlp.down_proj.weight"}
     assert that_train("llama", trainable_parameters=["lm_head"]) == that_train("llama")  # nothing was frozen
 
 
-def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
+def test_fused_megatron_parameter_is_trainable_with_its_tensors():
     rule = trains(tuner(freeze_parameters_regex="self_attn|mlp.experts.2"))
     weights = WeightMap.for_shape(shape("qwen3_moe"), padded_vocab_size=53)
     assert weights.hf_names("decoder.layers.0.self_attention.linear_qkv.weight") == QKV
@@ -89,7 +89,7 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
          "model.layers.0.self_attn.q_proj.bias, model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.v_proj.bias would train"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_frozen_so_is_said_with_names(model, changes, says):
+def test_freezing_part_of_a_fused_parameter_is_rejected_with_names(model, changes, says):
     (problem,) = freezing_problems(tuner(**changes), shape(model))
     assert says in problem.message
     assert set(problem.flags) <= set(changes)
@@ -107,5 +107,5 @@ def test_what_cannot_be_frozen_so_is_said_with_names(model, changes, says):
         ("llama", dict(tuner_type="lora", freeze_parameters=["nothing of this"])),
     ],
 )
-def test_what_can_be_frozen_is_not_refused(model, changes):
+def test_freezing_whole_parameters_is_accepted(model, changes):
     assert freezing_problems(tuner(**changes), shape(model)) == []

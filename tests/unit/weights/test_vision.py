@@ -52,7 +52,7 @@ def checkpoint(request, tmp_path_factory):
     return vision.write_vlm(tmp_path_factory.mktemp(request.param), request.param, tied=request.param == "qwen3_vl")
 
 
-def test_the_towers_tensors_are_those_of_transformers_in_their_order(checkpoint):
+def test_vision_tower_tensors_equal_transformers_in_order(checkpoint):
     from megatron_grpo.core.policy.vision import build_tower
 
     shape = ModelShape.from_pretrained(checkpoint)
@@ -62,7 +62,7 @@ def test_the_towers_tensors_are_those_of_transformers_in_their_order(checkpoint)
     assert ours == [(name, tuple(parameter.shape)) for name, parameter in tower.named_parameters()]
 
 
-def test_all_names_and_sizes_are_those_of_the_file(checkpoint):
+def test_vision_model_names_and_sizes_equal_checkpoint(checkpoint):
     shape = ModelShape.from_pretrained(checkpoint)
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     reader = HfReader(checkpoint)
@@ -71,7 +71,7 @@ def test_all_names_and_sizes_are_those_of_the_file(checkpoint):
     assert num_parameters(shape) == sum(tensor.numel() for tensor in load_file(checkpoint / "model.safetensors").values())
 
 
-def test_frequencies_turn_with_the_axes_that_transformers_gives_them(checkpoint):
+def test_mrope_frequencies_use_axes_of_transformers(checkpoint):
     """By three positions of which each moves one axis: the angle of a frequency changes where it is that axis'."""
     shape, model = ModelShape.from_pretrained(checkpoint), load_tiny(checkpoint)
     rotary = model.model.language_model.rotary_emb
@@ -87,7 +87,7 @@ def test_frequencies_turn_with_the_axes_that_transformers_gives_them(checkpoint)
     assert [column.index(True) for column in zip(*found, strict=True)] == list(shape.rope.axes)
 
 
-def test_axes_in_blocks_and_taking_turns():
+def test_mrope_axes_in_blocks_and_interleaved():
     blocks = RopeShape(type="default", dim=16, theta=1e4, sections=(2, 3, 3))
     assert blocks.axes == (0, 0, 1, 1, 1, 2, 2, 2)
     turns = RopeShape(type="default", dim=16, theta=1e4, sections=(4, 2, 2), interleaved=True)
@@ -95,7 +95,7 @@ def test_axes_in_blocks_and_taking_turns():
     assert RopeShape(type="default", dim=16, theta=1e4).axes == ()
 
 
-def test_names_of_older_versions_are_read_and_offered_as_on_the_hub(tmp_path):
+def test_vision_model_reads_older_names_and_writes_hub_names(tmp_path):
     path = vision.write_vlm(tmp_path, "qwen2_5_vl")
     right = load_file(path / "model.safetensors")
 
@@ -112,7 +112,7 @@ def test_names_of_older_versions_are_read_and_offered_as_on_the_hub(tmp_path):
     assert all(torch.equal(read(name), right[name]) for name in right)
 
 
-def test_sizes_are_read_where_the_hub_and_where_transformers_puts_them():
+def test_vision_config_is_read_in_hub_and_transformers_form():
     flat = ModelShape.from_hf(QWEN2_5_VL_7B)
     assert (flat.rope.sections, flat.rope.interleaved, flat.rope.theta) == ((16, 24, 24), False, 1e6)
     of_text = {key: value for key, value in QWEN2_5_VL_7B.items() if key not in ("architectures", "vision_config", "image_token_id")}
@@ -145,12 +145,12 @@ def test_sizes_are_read_where_the_hub_and_where_transformers_puts_them():
         (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"], norm_topk_prob=False), "norm_topk_prob is False"),
     ],
 )  # fmt: skip
-def test_what_a_config_contradicts_or_lacks_is_said(config, says):
+def test_vision_config_that_is_contradictory_or_incomplete_is_rejected(config, says):
     with pytest.raises(ConfigError, match=says):
         ModelShape.from_hf(config)
 
 
-def test_parts_of_a_model():
+def test_vision_model_parts_by_name():
     assert [find_part(name) for name in ("model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.language_model.norm.weight")] == [
         "llm"
     ] * 3
@@ -159,12 +159,12 @@ def test_parts_of_a_model():
     assert [find_part(name) for name in aligner] == ["aligner"] * 2
 
 
-def test_the_config_of_a_checkpoint_says_the_same_of_its_head(checkpoint):
+def test_vision_checkpoint_tied_embeddings_equal_config(checkpoint):
     assert ModelShape.from_pretrained(checkpoint).tied_embeddings == bool(read_config(checkpoint)["tie_word_embeddings"])
 
 
 @pytest.mark.parametrize("spelling", ["PEFT's", "ours"])
-def test_an_adapter_is_written_by_pefts_names_and_read_by_either(checkpoint, tmp_path, spelling):
+def test_vision_adapter_has_peft_names_and_reads_both(checkpoint, tmp_path, spelling):
     shape = ModelShape.from_pretrained(checkpoint)
     beside_experts = dict(target_modules=("q_proj", "k_proj", "v_proj", "o_proj")) if FAMILIES[shape.architecture].fused_experts else {}
     settings = LoraSettings(rank=3, **beside_experts)
