@@ -43,11 +43,11 @@ def layers() -> list[str]:
     return [re.sub("[()]", "", layer) for layer in contract["layers"]]
 
 
-def test_the_layers_are_those_that_are_checked():
+def test_architecture_page_layers_equal_import_linter_layers():
     assert block("Package layers") == layers()
 
 
-def test_every_package_is_there_and_described_in_one_sentence():
+def test_architecture_page_describes_every_package_in_one_sentence():
     packages = [name for layer in layers() for name in layer.split(" | ")]
     found = {name.strip("`"): sentence for name, sentence in cells(section("Package layers"))}
     assert list(found) == packages
@@ -56,7 +56,7 @@ def test_every_package_is_there_and_described_in_one_sentence():
     assert set(packages) == there - {"__init__", "__main__"}
 
 
-def test_the_picture_of_a_step_is_the_loop():
+def test_architecture_page_step_diagram_equals_training_loop():
     from megatron_grpo.core import train
 
     [function] = ast.parse(inspect.getsource(train.train)).body
@@ -78,13 +78,13 @@ def test_core_imports_nothing_outside_itself_for_type_checking_either():
     assert len(ours) > 200 and [(path, name) for path, name in ours if not f"{name}.".startswith("megatron_grpo.core.")] == []
 
 
-def test_the_walk_names_every_file_of_core_once():
+def test_architecture_page_names_every_core_file_once():
     walked = re.findall(r"^\| `core/([\w/]+\.py)` \|", section("Files of core"), re.M)
     there = [str(path.relative_to(PACKAGE / "core")) for path in (PACKAGE / "core").rglob("*.py") if path.name != "__init__.py"]
     assert sorted(walked) == sorted(there)
 
 
-def test_places_of_new_parts_and_of_failures_exist():
+def test_architecture_page_paths_and_functions_exist():
     """Folders and files, and the functions that `What happens when` names with them."""
     places = re.findall(r"`((?:core|run|plugins|commands)/[\w/.]*)`", section("Where do I put a new part") + section("What happens when"))
     assert len(places) > 40 and [place for place in places if not (PACKAGE / place).exists()] == []
@@ -97,7 +97,7 @@ def split_output(path: str) -> int:
     return len((PACKAGE / path).read_text().splitlines())
 
 
-def test_the_path_is_as_long_as_it_says():
+def test_architecture_reading_order_line_counts_are_correct():
     said = {name.strip("`"): int(lines) for name, lines, *_ in cells(section("Reading order"))}
     for name, lines in said.items():
         assert split_output(name) == pytest.approx(lines, rel=0.1, abs=10), name
@@ -105,32 +105,32 @@ def test_the_path_is_as_long_as_it_says():
     assert sum(map(split_output, said)) == pytest.approx(total, rel=0.1) and sum(said.values()) == total
 
 
-def test_the_readme_is_a_front_page():
+def test_readme_is_within_its_length_limit():
     """At most 150 lines, and no map of modules: that is on the page of the architecture."""
     readme = (HERE / "README.md").read_text()
     assert len(readme.splitlines()) <= 150
     assert re.findall(r"`([\w/]+/\w+\.py)`", readme) == ["megatron_grpo/core/train.py"]
 
 
-def test_every_page_is_in_the_index():
+def test_docs_pages_are_all_in_the_index():
     index = (HERE / "docs" / "README.md").read_text()
     for page in HERE.glob("docs/*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
 
 
-def test_every_page_stands_in_the_navigation_of_the_site():
+def test_docs_pages_are_all_in_site_navigation():
     navigation = (HERE / "docs" / "mkdocs.yml").read_text()
     missing = [str(place) for place in docs.find_sources().values() if not re.search(rf"(: |- ){re.escape(str(place))}\n", navigation)]
     assert missing == []
 
 
-def test_the_way_of_a_completion_is_counted():
+def test_architecture_page_counts_files_of_completion_path():
     way = re.findall(r"^\d+\. `(.*?)`", section("Path of a completion"), re.M)
     assert all((PACKAGE / path).is_file() for path in way)
     assert f"That is {len(way)} files" in PAGE
 
 
-def test_files_that_a_new_part_goes_to_exist_with_their_tables():
+def test_extension_points_name_existing_files_and_tables():
     for row in cells(section("Extension points")):
         for name in re.findall(r"`((?:megatron_grpo|tests)/[\w/.]+)`", " ".join(row)):
             assert (HERE / name).exists(), name
@@ -140,11 +140,11 @@ def test_files_that_a_new_part_goes_to_exist_with_their_tables():
 
 
 @pytest.mark.parametrize("part", [outside_parts.Uniform, outside_parts.NotTheSecond, outside_parts.train], ids=lambda part: part.__name__)
-def test_the_parts_shown_are_those_that_run(part):
+def test_architecture_page_contains_source_of_shown_parts(part):
     assert inspect.getsource(part) in PAGE
 
 
-def test_every_noun_of_the_glossary_is_a_class():
+def test_glossary_class_names_exist():
     nouns = re.findall(r"^\| `(\w+)` \|", GLOSSARY, re.M)
     classes = {
         node.name for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
@@ -152,7 +152,7 @@ def test_every_noun_of_the_glossary_is_a_class():
     assert len(nouns) > 5 and set(nouns) <= classes
 
 
-def test_a_word_is_explained_once_and_in_one_sentence():
+def test_glossary_words_are_unique_with_one_sentence():
     """At most 40 words: what is called as in TRL, vLLM and Megatron needs no explanation."""
     rows = cells(GLOSSARY)
     assert len(rows) <= 40
@@ -175,7 +175,7 @@ def test_files_and_links_that_pages_name_exist(page):
         assert any(path.exists() for path in near), name
 
 
-def test_a_link_that_leads_nowhere_is_counted(tmp_path, monkeypatch):
+def test_link_check_detects_broken_link(tmp_path, monkeypatch):
     monkeypatch.setattr(docs, "SITE", tmp_path)
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "index.html").write_text('<a href="../other/#here">a link</a>')
@@ -191,7 +191,7 @@ def test_a_public_name_is_imported_from_the_package(name):
     assert getattr(megatron_grpo, name) is not None and name in dir(megatron_grpo)
 
 
-def test_examples_and_pages_import_public_names_from_the_package_alone():
+def test_examples_and_pages_import_only_public_names():
     """Two pages are about files of the package itself: how it is arranged, and how a family of models is added to it."""
     about_files = {"architecture.md", "adding-a-model.md"}
     pages = [page for page in (*(HERE / "docs").rglob("*.md"), HERE / "README.md") if page.name not in about_files]

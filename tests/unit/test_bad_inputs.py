@@ -33,19 +33,19 @@ def good(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*ONCE, *list(CASES)[:: len(CASES) // 60]])
-def test_a_bad_input_is_one_report_with_what_was_typed_and_the_same_from_plan_and_train(good, tmp_path, name):
+def test_bad_input_gives_equal_report_from_plan_and_train(good, tmp_path, name):
     faults, said = bad_inputs.faults_of(CASES[name], tmp_path / "case", good)
     assert not faults, f"{faults}\n{said}"
 
 
-def test_what_is_right_is_accepted_by_both(good, tmp_path):
+def test_valid_input_is_accepted_by_plan_and_train(good, tmp_path):
     """Without this, a corpus whose good flags were bad would pass whole."""
     words = [word for name, value in good.items() for word in (f"--{name}", value)]
     assert bad_inputs.run("plan", words, {}, tmp_path).code == 0
     assert bad_inputs.run("train", words, {}, tmp_path).code == bad_inputs.ACCEPTED
 
 
-def test_a_flag_that_stands_twice_on_the_command_line_is_used_as_it_stood_last_and_said(good, tmp_path):
+def test_repeated_flag_uses_last_value_with_note(good, tmp_path):
     """As a shell script that ends in "$@" needs it; in a file it is refused."""
     words = [word for name, value in good.items() for word in (f"--{name}", value)]
     told = bad_inputs.run("plan", [*words, "--lr", "1e-6", "--lr", "2e-6"], {}, tmp_path)

@@ -71,7 +71,7 @@ def ask(tmp_path, capsys, monkeypatch):
     return ask
 
 
-def test_a_refusal_that_only_rows_show_is_what_reading_them_says():
+def test_composition_rejections_of_rows_equal_messages_of_row_checks():
     said = [inspect.getsource(checks.check_for_episodes), checks.BLIND]
     said += [
         why
@@ -84,19 +84,19 @@ def test_a_refusal_that_only_rows_show_is_what_reading_them_says():
 
 
 @pytest.mark.parametrize(("words", "sentence"), WITH_OTHERS, ids=[words for words, _ in WITH_OTHERS])
-def test_what_is_refused_without_adapters_is_refused_with_its_message(ask, words, sentence):
+def test_composition_rejected_without_adapters_gives_its_message(ask, words, sentence):
     code, found = ask("Qwen3ForCausalLM" if "MoE model" in sentence else "Qwen3MoeForCausalLM", words, tuner="")
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
 
 
-def test_turns_are_planned_with_what_goes_with_them(ask):
+def test_composition_turns_with_compatible_settings_are_planned(ask):
     words = "--max_turns 4 --context_parallel_size 2 --share_prefix true --transformer_impl local --dynamic_sample true"
     for who in ("--tools t.py:f", "--environment e.py:E --reward_funcs environment", "--environment e.py:E --tools t.py:f"):
         assert ask("Qwen3ForCausalLM", f"{who} {words}")[0] == 0
     assert ask("Qwen3MoeForCausalLM", "--tools t.py:f --router_replay_mode R2 --steps_per_generation 2", tuner="")[0] == 0
 
 
-def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask):
+def test_composition_router_replay_is_planned_and_r2_without_stale_rows_warns(ask):
     words = "--expert_model_parallel_size 8 --steps_per_generation 2 --max_prompt_length 100 --max_completion_length 28"
     for mode, tuner in (("R2", LORA), ("R3", "")):
         code, found = ask("Qwen3MoeForCausalLM", f"--router_replay_mode {mode} {words}", tuner=tuner)
@@ -110,7 +110,7 @@ def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask)
     assert "experts" not in ask("Qwen3MoeForCausalLM", "", tuner="")[1]["cost"]
 
 
-def test_kept_words_are_planned_with_their_bytes(ask):
+def test_composition_sampling_mask_is_planned_with_bytes(ask):
     code, found = ask("Qwen3ForCausalLM", "--top_k 50 --top_p 0.9 --steps_per_generation 2 --max_completion_length 100")
     row = 100 * (8 + 4 * 50)
     assert code == 0 and found["cost"]["kept"] == {
@@ -121,7 +121,7 @@ def test_kept_words_are_planned_with_their_bytes(ask):
     assert ask("Qwen3ForCausalLM", bound)[1]["cost"]["kept"]["bytes_of_token"] == 208
 
 
-def test_what_is_refused_with_pictures_is_refused_with_its_message(tmp_path):
+def test_composition_rejected_with_images_gives_its_message(tmp_path):
     from megatron_grpo.core.base.errors import ConfigError
     from megatron_grpo.run.config.settings import DataConfig
     from megatron_grpo.run.data.prompts import load_rows
@@ -144,7 +144,7 @@ def test_what_is_refused_with_pictures_is_refused_with_its_message(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "sentence"), WITH_LORA, ids=[words for words, _ in WITH_LORA])
-def test_what_is_refused_is_refused_with_its_message(ask, words, sentence):
+def test_composition_rejected_gives_its_message(ask, words, sentence):
     architecture = "Qwen3MoeForCausalLM" if "expert" in sentence or "router" in words else "Qwen3ForCausalLM"
     code, found = ask(architecture, words)
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
@@ -162,7 +162,7 @@ def test_what_is_refused_is_refused_with_its_message(ask, words, sentence):
         ("Qwen3MoeForCausalLM", "--expert_model_parallel_size 8 --tensor_model_parallel_size 2 --sequence_parallel true --sleep_level 1"),
     ],
 )  # fmt: skip
-def test_what_works_is_planned(ask, architecture, words):
+def test_composition_supported_is_planned(ask, architecture, words):
     code, found = ask(architecture, words)
     assert code == 0, found
     assert found["cost"]["trainable_parameters"] < 0.05 * found["cost"]["parameters"]
@@ -172,7 +172,7 @@ OF_EVALUATION = [tuple(row.values()) for row in REFUSALS["evaluation_and_rollout
 
 
 @pytest.mark.parametrize(("words", "sentence"), OF_EVALUATION, ids=[words for words, _ in OF_EVALUATION])
-def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_with_its_message(ask, tmp_path, monkeypatch, words, sentence):
+def test_composition_rejected_with_evaluation_and_rollout_func_gives_its_message(ask, tmp_path, monkeypatch, words, sentence):
     """Functions and rows are there, and right."""
     monkeypatch.chdir(tmp_path)
     tool = 'def g(a: int):\n    """Adds.\n\n    Args:\n        a: a number\n    """\n'
@@ -196,7 +196,7 @@ SERVERS = "--vllm_mode server --vllm_server_host a b"
         ("Qwen3MoeForCausalLM", "--expert_model_parallel_size 8 --router_replay_mode R2 --steps_per_generation 2"),
     ],
 )
-def test_with_servers_a_rank_has_no_engine_and_a_push_goes_to_rank_0(ask, architecture, words):
+def test_composition_servers_leave_ranks_without_engine_and_sync_from_rank_0(ask, architecture, words):
     (_, inside), (code, found) = ask(architecture, words), ask(architecture, f"{SERVERS} {words}")
     assert code == 0, found
     assert not any(found["memory"]["sampler"].values()) and inside["memory"]["sampler"]["weights_bytes"] > 10**9
@@ -209,7 +209,7 @@ def test_with_servers_a_rank_has_no_engine_and_a_push_goes_to_rank_0(ask, archit
     assert [said for said in found["warnings"] if "are sent unencrypted to http://a:8000, http://b:8000" in said]
 
 
-def test_the_plan_names_an_engine_that_too_few_agents_leave_empty_and_an_endpoint_in_the_clear(ask):
+def test_plan_warns_of_too_few_agents_and_unencrypted_endpoint(ask):
     agents = "--agent e.py:solve --vllm_max_model_len 4096 --num_generations 8 --global_batch_size 64 --max_agents"
     _, few = ask("Qwen3ForCausalLM", f"{agents} 4 --agent_host 10.0.0.1")
     _, many = ask("Qwen3ForCausalLM", f"{agents} 64 --agent_host 127.0.0.2")
@@ -219,14 +219,14 @@ def test_the_plan_names_an_engine_that_too_few_agents_leave_empty_and_an_endpoin
     assert "max_agents (4) leaves the engine partly empty: a rank could sample" in told[1]
 
 
-def test_with_servers_nothing_is_offloaded(ask):
+def test_composition_servers_disable_offload(ask):
     code, found = ask("Qwen3ForCausalLM", f"{SERVERS} --offload_model true")
     assert code == 0 and [
         said for said in found["warnings"] if said.startswith("offload_model true has no effect: no sampler shares these GPUs")
     ]
 
 
-def test_plan_says_what_peft_would_drop(ask):
+def test_plan_warns_of_adapter_modules_unsupported_by_peft(ask):
     code, found = ask("DeepseekV3ForCausalLM", "")
     assert code == 0 and [said for said in found["warnings"] if "PEFT 0.21 loads this adapter without 6 of its" in said]
     code, found = ask("DeepseekV3ForCausalLM", "--target_modules o_proj q_a_proj")

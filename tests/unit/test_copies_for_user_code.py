@@ -58,7 +58,7 @@ async def empties_later(completions, todo, notes):
     return empties(completions, todo, notes)
 
 
-def test_every_completion_function_and_call_gets_the_row_as_it_was():
+def test_reward_functions_receive_unmodified_row_copies():
     columns = {
         "todo": {"list": [1, 2, 3]},
         "notes": {"array": np.ones(4), "picture": Image.new("RGB", (8, 8)), "object": SimpleNamespace(items=[1, 2])},
@@ -71,7 +71,7 @@ def test_every_completion_function_and_call_gets_the_row_as_it_was():
     assert columns["todo"] == {"list": [1, 2, 3]} and columns["notes"]["picture"].size == (8, 8)
 
 
-def test_a_function_that_fails_is_called_again_with_the_rows_as_they_were():
+def test_reward_function_retry_receives_unmodified_rows():
     def takes(completions, todo):
         taken = [float(tasks.pop()) for tasks in todo]
         if "bad" in completions:
@@ -85,7 +85,7 @@ def test_a_function_that_fails_is_called_again_with_the_rows_as_they_were():
         score_batch([reward(takes)], batch)
 
 
-def test_a_reward_that_edits_prompts_and_completions_changes_no_other_and_the_run_can_be_resumed(tmp_path):
+def test_reward_that_edits_inputs_does_not_affect_others_or_resume(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": f" Q{n} "}], "n": [n]}) + "\n" for n in range(6)))
 
@@ -106,7 +106,7 @@ def test_a_reward_that_edits_prompts_and_completions_changes_no_other_and_the_ru
     assert stream().problems_with(first.state()) == [] and first.state()["fingerprint"] == kept["fingerprint"]
 
 
-def test_the_fingerprint_of_rows_that_a_program_changes_later_is_that_of_the_rows_as_they_were_read(tmp_path):
+def test_dataset_fingerprint_ignores_later_changes_by_the_program(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": CHAT}) + "\n")
     rows = load_rows(DataConfig(dataset=str(path)))
@@ -116,7 +116,7 @@ def test_the_fingerprint_of_rows_that_a_program_changes_later_is_that_of_the_row
     assert stream.state()["fingerprint"] == before
 
 
-def test_recorded_rows_are_scored_and_stay_as_they_are():
+def test_score_does_not_modify_recorded_rows():
     def pops(completions, todo, completion_ids, **columns):
         return [float(len(tasks.pop()) + ids.pop()) for tasks, ids in zip(todo, completion_ids)]
 
@@ -147,7 +147,7 @@ class Deck(Environment):
         return StepOutput(messages=[{"role": "user", "content": "go"}], reward=float(len(self.deck)))
 
 
-def test_every_episode_draws_from_the_row_as_it_is():
+def test_episodes_receive_unmodified_row_copies():
     columns = {"todo": {"deck": list(range(20))}}
     for _ in range(2):
         completions, _ = played(Deck, "a", n=4, columns=columns, max_turns=2)
@@ -202,7 +202,7 @@ class VerifiersDeck:
 
 
 @pytest.mark.parametrize(("cls", "left"), [(TrlDeck, 2.0), (SwiftDeck, 4.0), (VerifiersDeck, "2")])
-def test_environments_of_others_get_a_row_for_each_episode(cls, left):
+def test_third_party_environments_receive_row_copy_per_episode(cls, left):
     columns = {"todo": {"deck": [1, 2, 3]}, "env_config": {"sizes": [1, 2]}, "info": {"seen": [1]}}
     for _ in range(2):
         completions, _ = played(adapted(cls), "a", n=3, columns=columns, max_turns=1)
@@ -212,7 +212,7 @@ def test_environments_of_others_get_a_row_for_each_episode(cls, left):
     assert columns == {"todo": {"deck": [1, 2, 3]}, "env_config": {"sizes": [1, 2]}, "info": {"seen": [1]}}
 
 
-def test_every_agent_gets_a_row_of_its_own_and_what_it_returns_stays_as_it_was(monkeypatch):
+def test_agents_receive_row_copies_and_return_values_are_copied(monkeypatch):
     log = {"steps": []}
 
     def solve(row, endpoint):
@@ -233,7 +233,7 @@ def test_every_agent_gets_a_row_of_its_own_and_what_it_returns_stays_as_it_was(m
     )
 
 
-def test_every_request_of_a_rollout_function_has_a_row_and_a_prompt_of_its_own():
+def test_rollout_func_requests_receive_row_and_prompt_copies():
     prompt = Prompt(number=0, row=0, raw=CHAT, token_ids=(1,), columns={"todo": {"deck": [1, 2]}})
     requests = completion_requests([prompt], 2)
     requests[0].columns["todo"]["deck"].clear()
@@ -250,7 +250,7 @@ def test_every_request_of_a_rollout_function_has_a_row_and_a_prompt_of_its_own()
     assert [one.columns for one in found] == [{"note": ["x"]}] * 2
 
 
-def test_a_callback_that_edits_metrics_leaves_those_of_the_next_one():
+def test_callbacks_receive_separate_metric_copies():
     class Takes:
         def on_log(self, args, state, control, logs):
             seen.append(logs.pop("reward"))
@@ -263,7 +263,7 @@ def test_a_callback_that_edits_metrics_leaves_those_of_the_next_one():
 # ---- the copy
 
 
-def test_a_copy_costs_little_and_shares_nothing_that_can_be_changed():
+def test_row_copy_is_cheap_and_shares_no_mutable_object():
     row = {"answer": "x" * 2000, "tests": ["assert f(1) == 1"] * 20, "meta": {"id": 7, "tags": ["a", "b"], "pair": ([1], 2)}, "none": None}
     start = time.perf_counter()
     copies = [copy_for_user(row) for _ in range(1000)]

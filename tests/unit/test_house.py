@@ -54,19 +54,19 @@ def everything() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     return found
 
 
-def test_a_function_has_at_most_60_lines_or_its_reason_here():
+def test_functions_have_at_most_60_lines_or_a_reason():
     long = {name: lines(function) for name, function in everything() if lines(function) > MOST_LINES}
     assert long.keys() == LONG_FUNCTIONS.keys(), f"too long, or in the list and no longer long: {long}"
 
 
-def test_a_constructor_takes_at_most_8_parameters_or_its_reason_is_here():
+def test_constructors_have_at_most_8_parameters_or_a_reason():
     """A dataclass is no constructor: its fields are what it is."""
     constructors = {name.removesuffix(".__init__"): parameters(f) for name, f in everything() if name.endswith(".__init__")}
     wide = {name: count for name, count in constructors.items() if count > MOST_PARAMETERS}
     assert wide.keys() == WIDE_CONSTRUCTORS.keys(), f"too wide, or in the list and no longer wide: {wide}"
 
 
-def test_lines_and_parameters_are_counted_as_one_reads_them():
+def test_line_and_parameter_counts_by_hand():
     source = """
 class A:
     @staticmethod

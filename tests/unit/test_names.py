@@ -35,12 +35,12 @@ def exceptions() -> set[str]:
     return found & bases.keys()
 
 
-def test_an_exception_ends_in_error():
+def test_exception_names_end_in_error():
     """Private ones may carry control, not a fault."""
     assert [name for name in sorted(exceptions()) if not name.endswith("Error") and not name.startswith("_")] == []
 
 
-def test_no_two_public_classes_have_one_name():
+def test_public_class_names_are_unique():
     places = defaultdict(set)
     for path, node in classes():
         if not node.name.startswith("_"):
@@ -48,7 +48,7 @@ def test_no_two_public_classes_have_one_name():
     assert {name: sorted(where) for name, where in places.items() if len(where) > 1} == {}
 
 
-def test_an_exception_of_an_exception_is_one():
+def test_exception_subclasses_are_recognized():
     assert {"RowsError", "RunError", "ConfigError"} <= exceptions()
 
 
@@ -88,7 +88,7 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str], bool]]:
             yield f"{place}:{function.lineno} {function.name}", names, documented, is_users
 
 
-def test_nineteen_of_twenty_arguments_of_what_users_call_or_implement_are_documented():
+def test_public_arguments_are_documented_in_95_percent():
     """Elsewhere a docstring has the arguments that the signature does not explain: shapes, units, None, collectives."""
     functions = [(place, names, documented) for place, names, documented, is_users in documented_functions() if is_users]
     wanted = sum(len(names) for _, names, _ in functions)
@@ -101,7 +101,7 @@ def test_nineteen_of_twenty_arguments_of_what_users_call_or_implement_are_docume
 KEPT = {"pad_to_multiple_of", "pass_of", "of"}
 
 
-def test_no_name_begins_or_ends_with_of():
+def test_names_do_not_begin_or_end_with_of():
     """A function begins with a verb, a constructor is from_x."""
     pattern, found = re.compile(r"_*(of_\w*|\w+_of|of)$", re.IGNORECASE), set()
     for place, path in sources():
@@ -119,7 +119,7 @@ def test_no_name_begins_or_ends_with_of():
     assert found == set()
 
 
-def test_the_shape_of_a_field_is_in_the_docstring_of_its_class():
+def test_field_shapes_are_in_class_docstrings():
     """Not in a comment behind the field, which no tool shows."""
     shape = re.compile(r"#.*(\b(u?int|float|bool)\d* ?\[|\[[A-Zt]\b)")
     lines = {place: path.read_text(encoding="utf-8").splitlines() for place, path in sources()}
@@ -132,7 +132,7 @@ def test_the_shape_of_a_field_is_in_the_docstring_of_its_class():
     assert [field for field in fields if shape.search(field)] == [] and len(fields) > 1000
 
 
-def test_a_documented_argument_exists():
+def test_documented_arguments_exist_in_signature():
     stale = {place: documented - names for place, names, documented, _ in documented_functions() if documented - names}
     assert stale == {}
 
@@ -157,7 +157,7 @@ def local_names(source: str) -> Iterator[str]:
                     yield node.id
 
 
-def test_a_local_name_says_what_the_value_is():
+def test_local_names_contain_no_riddles():
     """The referee names pairs of numbers theirs and ours."""
     riddles = {
         (str(path.relative_to(PACKAGE)), name)
@@ -168,5 +168,5 @@ def test_a_local_name_says_what_the_value_is():
     assert riddles == PUBLIC_ARGUMENTS
 
 
-def test_local_names_are_found():
+def test_local_name_search_finds_every_kind():
     assert set(local_names("def f(one, *, two):\n    x = [y for y in one]\n    return lambda z: x\n")) == {"one", "two", "x", "y", "z"}

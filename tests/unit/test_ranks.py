@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.ranks import RanksFailed, run_ranks
 
 
-def test_each_rank_gets_its_place_and_results_come_back_in_order():
+def test_run_ranks_sets_rank_variables_and_returns_results_in_order():
     offset = 10
 
     def body(rank, world_size, scale):
@@ -29,7 +29,7 @@ def test_each_rank_gets_its_place_and_results_come_back_in_order():
     assert all(total.item() == 3.0 and threads == 1 for _, total, threads in results)
 
 
-def test_failure_of_one_rank_ends_the_others_at_once_and_shows_its_traceback():
+def test_run_ranks_failure_ends_other_ranks_and_shows_traceback():
     def body(rank, world_size):
         answer = 41
         if rank == 1:
@@ -43,7 +43,7 @@ def test_failure_of_one_rank_ends_the_others_at_once_and_shows_its_traceback():
     assert "time.sleep" in str(failure.value) or "in body" in str(failure.value)  # where the other one was
 
 
-def test_timeout_kills_the_ranks_and_their_children(tmp_path):
+def test_run_ranks_timeout_kills_ranks_and_children(tmp_path):
     def body(rank, world_size):
         pid = os.fork()
         if pid == 0:
@@ -60,7 +60,7 @@ def test_timeout_kills_the_ranks_and_their_children(tmp_path):
         assert not _is_running(int(path.read_text()))
 
 
-def test_rank_that_is_killed_is_reported():
+def test_run_ranks_reports_killed_rank():
     def body(rank, world_size):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +70,7 @@ def test_rank_that_is_killed_is_reported():
         run_ranks(body, 2)
 
 
-def test_nothing_is_carried_from_one_run_to_the_next():
+def test_run_ranks_calls_share_no_state():
     def body(rank, world_size):
         seen = os.environ.get("LEFT_BEHIND")
         os.environ["LEFT_BEHIND"] = "1"
@@ -89,5 +89,5 @@ def _is_running(pid: int) -> bool:
 
 @settings(max_examples=2)
 @given(st.booleans())
-def test_an_example_that_a_busy_machine_makes_slow_does_not_fail(_):
+def test_hypothesis_examples_have_no_deadline(_):
     time.sleep(0.25)  # hypothesis ends a test after 0.2 s by default

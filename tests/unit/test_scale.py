@@ -31,7 +31,7 @@ def weight_tokens(tmp_path, size, rank, **settings):
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_tokens_and_texts_of_a_rank_are_as_many_in_a_job_of_any_size(tmp_path, place):
+def test_rank_data_size_is_independent_of_job_size(tmp_path, place):
     looked_at = SIZES if place == "first" else SIZES[:2]
     found = {size: weight_tokens(tmp_path, size, 0 if place == "first" else size - 1) for size in looked_at}
     expected, smallest = found[SIZES[0]]
@@ -45,7 +45,7 @@ def test_tokens_and_texts_of_a_rank_are_as_many_in_a_job_of_any_size(tmp_path, p
         assert 0 < more < 200 * (rows[size] - rows[SIZES[0]]), "integers of a row"
 
 
-def test_a_batch_of_a_given_size_is_less_for_each_rank_the_more_ranks_there_are(tmp_path):
+def test_rank_share_of_fixed_batch_decreases_with_number_of_ranks(tmp_path):
     rows = ROWS_OF_A_RANK * SIZES[1]
     found = [measured(tmp_path, size, 0, LONG, rows=rows) for size in (16, 64, SIZES[1])]
     for kind, name in (("held", "samples"), ("held", "micro-batches"), ("received", "completions")):
@@ -53,7 +53,7 @@ def test_a_batch_of_a_given_size_is_less_for_each_rank_the_more_ranks_there_are(
         assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 30, name
 
 
-def test_the_simulation_counts_what_real_ranks_count(tmp_path):
+def test_simulated_rank_sizes_equal_real_ones(tmp_path):
     def body(rank, size, folder):
         from tests.simulated_ranks import World, a_rollout_and_two_steps
 

@@ -13,13 +13,13 @@ GRANTS = "granted.critic = {total = 20, core = 10}\ngranted.people = {total = 5,
 CORE, RUN = "megatron_grpo/core/step.py", "megatron_grpo/run.py"
 
 
-def test_the_package_is_as_large_as_its_ledger_says_and_every_rise_was_paid():
+def test_size_ledger_of_this_repository_has_no_problems():
     problems, notes = size_ledger.check()
     print("\n".join(notes))
     assert problems == [], "\n".join([*problems, *notes])
 
 
-def test_comments_docstrings_and_empty_lines_are_no_code():
+def test_code_line_count_excludes_comments_docstrings_and_blanks():
     source = '"""A\n\nmodule."""\n\n# why\ndef f(\n    a,\n):\n    """One."""\n    return """two\nlines"""\n'
     assert size_ledger.code_lines(source) == 5
     assert size_ledger.docstring_lines(source) == {1, 2, 3, 9}
@@ -61,14 +61,14 @@ def toy(tmp_path):
     return toy
 
 
-def test_a_rise_that_nobody_paid_is_refused_and_a_fall_is_free(toy):
+def test_size_ledger_rejects_unpaid_rise_and_accepts_fall(toy):
     toy.commit("run: cut", {RUN: 190})
     assert toy.problems() == []
     toy.commit("run: grow", {RUN: 195})
     assert [p.partition(" ")[2] for p in toy.problems()] == ["(run: grow) raises total by 5 and its message covers 0 lines of it."]
 
 
-def test_a_rise_is_paid_by_lines_that_an_earlier_commit_removed(toy):
+def test_size_ledger_accepts_rise_paid_by_earlier_removal(toy):
     cut = toy.commit("core: cut", {CORE: 80})
     toy.commit(f"core: grow\n\npaid by: {cut[:8]} -15", {CORE: 95})
     assert toy.problems() == []
@@ -93,7 +93,7 @@ def test_a_rise_is_paid_by_lines_that_an_earlier_commit_removed(toy):
         ("grant: critic +5", {CORE: 105}, "raises core by 5 and its message covers 0 lines of it"),
     ],
 )
-def test_what_does_not_pay_is_named(toy, message, sizes, sentence):
+def test_size_ledger_reports_invalid_payments(toy, message, sizes, sentence):
     begin = toy.git("rev-parse", "HEAD")
     add = toy.commit("run: grow\n\ngrant: people +5", {RUN: 205})
     cut = toy.commit("run: cut", {RUN: 185})
@@ -104,7 +104,7 @@ def test_what_does_not_pay_is_named(toy, message, sizes, sentence):
     assert any(f"(plant: it) {sentence.format(**names)}" in problem for problem in problems), problems
 
 
-def test_a_removal_pays_once(toy):
+def test_size_ledger_rejects_second_payment_by_same_removal(toy):
     cut = toy.commit("run: cut", {RUN: 180})
     toy.commit("run: cut more", {RUN: 160})
     toy.commit(f"run: grow\n\npaid by: {cut} -15", {RUN: 175})
@@ -113,14 +113,14 @@ def test_a_removal_pays_once(toy):
     assert f"is paid by 15 lines of {cut}: 20 are gone, and 15 of them have paid already" in toy.problems()[0]
 
 
-def test_what_a_commit_removes_is_subtracted_already_and_does_not_pay_for_what_it_adds_beyond(toy):
+def test_size_ledger_removed_lines_do_not_pay_for_same_commit(toy):
     """30 more in one file and 20 fewer in another are 10 more; a file that moved has removed nothing."""
     toy.write({"megatron_grpo/new.py": 30})
     toy.commit("run: move\n\npaid by: megatron_grpo/run.py -20\nfiles +1: a file of its own", {RUN: 180})
     assert any("already subtracted" in problem for problem in toy.problems())
 
 
-def test_lines_gone_in_the_same_commit_pay_out_of_an_earlier_fall(toy):
+def test_size_ledger_paths_of_same_commit_pay_from_earlier_fall(toy):
     toy.commit("run: cut", {RUN: 180})
     toy.commit("core: grow\n\npaid by: megatron_grpo/run.py -10\ngrant: critic core +10", {RUN: 170, CORE: 110})
     assert toy.problems() == []
@@ -128,7 +128,7 @@ def test_lines_gone_in_the_same_commit_pay_out_of_an_earlier_fall(toy):
     assert toy.problems() == []
 
 
-def test_growth_that_was_hidden_between_two_commits_of_the_ledger_is_not_paid_twice(toy):
+def test_size_ledger_growth_between_ledger_commits_is_paid_once(toy):
     """The figure is the same before and after: the fall was used, though no message says so."""
     cut = toy.commit("run: cut", {RUN: 150}, figures=False)
     toy.commit("run: grow", {RUN: 200})
@@ -136,7 +136,7 @@ def test_growth_that_was_hidden_between_two_commits_of_the_ledger_is_not_paid_tw
     assert any("has fallen by 0 lines that nobody has used" in problem for problem in toy.problems())
 
 
-def test_grants_are_spent_to_their_last_line_over_several_commits_and_not_beyond(toy):
+def test_size_ledger_grants_are_spent_up_to_their_amount(toy):
     toy.commit("core: grow\n\ngrant: critic +8\ngrant: critic core +8", {CORE: 108})
     toy.commit("core: grow\n\ngrant: critic +12\ngrant: critic core +2", {CORE: 110, RUN: 210})
     assert toy.problems() == []
@@ -145,14 +145,14 @@ def test_grants_are_spent_to_their_last_line_over_several_commits_and_not_beyond
 
 
 @pytest.mark.parametrize("put_back", [False, True])
-def test_an_edited_grant_is_refused_also_after_it_was_put_back(toy, put_back):
+def test_size_ledger_rejects_edited_grants(toy, put_back):
     toy.commit("size: give", {}, grants=GRANTS.replace("20", "30"))
     if put_back:
         toy.commit("size: take", {})
     assert "(size: give) edits the grants." in toy.problems()[0]
 
 
-def test_a_figure_or_the_ledger_that_was_removed_and_came_back_is_no_new_beginning(toy):
+def test_size_ledger_removed_and_restored_keeps_history(toy):
     text = (toy.root / "size.toml").read_text()
     (toy.root / "size.toml").write_text(text.replace("core = 100\n", ""))
     toy.commit("size: drop core", {}, figures=False)
@@ -165,7 +165,7 @@ def test_a_figure_or_the_ledger_that_was_removed_and_came_back_is_no_new_beginni
     assert any("(size: bring back) raises total by 700" in problem for problem in problems)
 
 
-def test_code_beyond_or_below_its_figure_is_refused(toy):
+def test_size_ledger_rejects_code_that_differs_from_figure(toy):
     toy.commit("run: grow in silence", {RUN: 203}, figures=False)
     assert toy.problems() == ["total is 303, and size.toml has 300: 3 too many."]
     toy.commit("run: cut in silence", {RUN: 190}, figures=False)
@@ -175,7 +175,7 @@ def test_code_beyond_or_below_its_figure_is_refused(toy):
     assert toy.problems() == [] and size_ledger.read(toy.root)["total"] == 290
 
 
-def test_another_figure_rises_with_a_reason(toy):
+def test_size_ledger_other_figures_rise_with_reason(toy):
     text = (toy.root / "size.toml").read_text()
     for message, problems in (("run: plot", 1), ("run: plot\n\nplain_run_files +2: plots are drawn in the run", 0)):
         (toy.root / "size.toml").write_text(text.replace("plain_run_files = 9", "plain_run_files = 11"))
@@ -184,7 +184,7 @@ def test_another_figure_rises_with_a_reason(toy):
         toy.git("reset", "-q", "--hard", "HEAD^")
 
 
-def test_before_there_is_a_core_the_figures_alone_are_checked(tmp_path):
+def test_size_ledger_without_core_checks_figures_only(tmp_path):
     toy = Toy(tmp_path)
     toy.commit("all: begin", {RUN: 200})
     toy.commit("run: grow", {RUN: 250})
@@ -197,7 +197,7 @@ def test_before_there_is_a_core_the_figures_alone_are_checked(tmp_path):
 
 
 @pytest.mark.parametrize("paid", [True, False])
-def test_a_merge_is_one_step_with_the_messages_of_what_it_brings(toy, paid):
+def test_size_ledger_merge_counts_messages_of_merged_commits(toy, paid):
     toy.git("checkout", "-q", "-b", "branch")
     toy.commit("run: grow" + "\n\ngrant: people +4" * paid, {RUN: 204})
     toy.git("checkout", "-q", "main")
@@ -217,7 +217,7 @@ def archive(toy: Toy, at: Path) -> None:
 
 
 @pytest.mark.parametrize("copy", [lambda toy, at: clone(toy, at, "--depth", "1"), archive], ids=["shallow clone", "archive"])
-def test_without_a_history_the_figures_are_checked_and_a_note_says_what_is_not(toy, tmp_path_factory, copy):
+def test_size_ledger_without_history_checks_figures_with_note(toy, tmp_path_factory, copy):
     toy.commit("run: grow", {RUN: 210})
     at = tmp_path_factory.mktemp("copies") / "copy"
     copy(toy, at)
@@ -227,7 +227,7 @@ def test_without_a_history_the_figures_are_checked_and_a_note_says_what_is_not(t
     assert size_ledger.check(at)[0] == ["total is 400, and size.toml has 310: 90 too many."]
 
 
-def test_a_clean_clone_sees_what_the_repository_sees_also_at_a_commit_alone(toy, tmp_path_factory):
+def test_size_ledger_of_clone_equals_repository(toy, tmp_path_factory):
     toy.commit("run: grow", {RUN: 210})
     at = tmp_path_factory.mktemp("copies") / "copy"
     clone(toy, at)
@@ -236,7 +236,7 @@ def test_a_clean_clone_sees_what_the_repository_sees_also_at_a_commit_alone(toy,
     assert size_ledger.check(at)[0] == toy.problems() != []
 
 
-def test_the_three_largest_growths_since_the_main_branch_are_named_and_a_moved_file_is_none(toy):
+def test_size_ledger_names_three_largest_growths_without_moves(toy):
     base = toy.git("rev-parse", "HEAD")
     toy.git("checkout", "-q", "-b", "branch")
     toy.git("mv", RUN, "megatron_grpo/moved.py")

@@ -381,7 +381,7 @@ modes = st.fixed_dictionaries({
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 8), modes, ends)
-def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size, num_steps, modes, how):
+def test_training_loop_equals_naive_loop_for_any_save_and_stop(size, num_steps, modes, how):
     """One rollout ahead and at once: who sampled each row, its old log-prob, weight and advantage; and the weights that are evaluated.
     Also where steps are refused: their rows count as used, versions go on, and weights and old log-probs are what they were."""
     case = Case(size, num_steps, ends=tuple((step, one) for step, one in sorted(how.items()) if step < num_steps), **modes)
@@ -397,7 +397,7 @@ def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size,
 
 @settings(max_examples=30, deadline=None)
 @given(sizes, st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3)), min_size=2, max_size=4), st.sampled_from(["auto", "rollout"]))
-def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, old):
+def test_training_loop_resumes_with_other_depth_and_more_steps(size, parts, old):
     """parts: (depth, further steps). Every row is trained as often as it is to be, by weights that its rollout's step may have."""
     disk, trained, end = Disk(every=0), {}, 0
     for depth, steps in parts:
@@ -423,7 +423,7 @@ def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, ol
 
 
 @pytest.mark.parametrize("save_every", [0, 1], ids=["at its step", "at a save"])
-def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_sampled(save_every):
+def test_training_loop_without_servers_saves_without_pending_samples(save_every):
     """The flight that was launched at step 2 finds no servers; the next process samples its rollout anew."""
     case, disk = Case((2, 4, 1), 8, save_every=save_every), Disk(every=save_every)
     policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), RecordingLogger()
@@ -444,7 +444,7 @@ def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_s
     assert policy.trained | again.trained == slowly(replace(case, ends=((2, "drop"),), save_every=0))
 
 
-def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_nothing_of_it_is_kept():
+def test_training_loop_launches_all_rollouts_of_a_sampling_step():
     """Three rollouts to two steps: sometimes two come in together, and neither asks a prompt when it does."""
     case, logger = Case((3, 2, 1), 8), RecordingLogger()
     run = run_of(case, Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), logger, Disk(every=0), is_dropped_at=None)
@@ -459,13 +459,13 @@ def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("refused", [{0}, {1}, {0, 1}, {2, 3, 5}], ids=str)
 @pytest.mark.parametrize("size", [(1, 1, 2), (3, 2, 2), (2, 3, 3)], ids=str)
-def test_rows_of_a_refused_step_that_are_trained_again_are_held_against_the_version_that_it_began_from(size, refused, depth):
+def test_training_loop_retrains_skipped_rows_against_their_start_version(size, refused, depth):
     case = Case(size, 8, depth=depth, refused=frozenset(refused), save_every=3, ends=((4, "stop"), (6, "kill")))
     trained, _, _ = run_to_its_end(case)
     assert trained == slowly(case)
 
 
-def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_good_checkpoint():
+def test_training_loop_raises_after_consecutive_skips_with_last_good_checkpoint():
     """Steps 2, 4, 5 and 6 are refused: the third in a row is step 6, the seventh. Rollout r has prompts 2r and 2r + 1, two rows each."""
     case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), RecordingLogger()
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
@@ -482,7 +482,7 @@ def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_goo
     assert "rank 0, micro-batch 0: row 0 of rollout 3 (prompt 6, row 106 of the data set)" in lines[0]
 
 
-def test_weights_that_are_not_finite_end_the_run_at_once_with_the_tensors_and_the_last_good_checkpoint():
+def test_training_loop_raises_on_non_finite_weights_with_last_good_checkpoint():
     """Not after `max_skipped_steps`, nor at the next push: the weights of every later step would be the same."""
     case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({4}), max_skipped_steps=3), Disk(every=1), RecordingLogger()
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
@@ -506,7 +506,7 @@ def test_weights_that_are_not_finite_end_the_run_at_once_with_the_tensors_and_th
     ]
 
 
-def test_a_push_of_weights_that_are_not_finite_ends_the_run_with_the_last_good_checkpoint():
+def test_training_loop_raises_on_sync_of_non_finite_weights():
     case, disk = Case((1, 2, 1), 9, depth=0), Disk(every=1)
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
     run = run_of(case, policy, RecordingLogger(), disk, is_dropped_at=None)
@@ -524,7 +524,7 @@ def test_a_push_of_weights_that_are_not_finite_ends_the_run_with_the_last_good_c
         train(run)
 
 
-def test_refusals_in_a_row_are_counted_over_a_resume():
+def test_training_loop_counts_consecutive_skips_across_resume():
     case = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 3, 4}), max_skipped_steps=3, ends=((3, "stop"),))
     with pytest.raises(RunError, match="3 optimizer steps in a row.* step 5"):
         run_to_its_end(case)
@@ -543,7 +543,7 @@ class Penalty:
 
 
 @pytest.mark.parametrize(("depth", "save_every"), [(0, 0), (1, 0), (1, 1), (1, 4)])
-def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollouts_own_step(depth, save_every):
+def test_training_loop_reuses_penalty_scores_as_old_logprobs_in_same_step(depth, save_every):
     case = Case((2, 8, 1), 12, depth=depth, save_every=save_every)
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
     run = run_of(case, policy, RecordingLogger(), Disk(every=save_every), is_dropped_at=None)
@@ -569,7 +569,7 @@ def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollout
         (False, False, 1.0, [False, False], (True, False)),
     ],
 )
-def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_at_once(monkeypatch, is_rank_zero, is_time, stops, others, found):
+def test_sync_stop_flags_combines_signal_and_time_limit(monkeypatch, is_rank_zero, is_time, stops, others, found):
     """others: the flags of another rank."""
     said = []
 

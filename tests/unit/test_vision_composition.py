@@ -40,7 +40,7 @@ def ask(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("model", "words", "sentence"), ROWS, ids=[f"{model} {words}" for model, words, _ in ROWS])
-def test_what_is_refused_is_refused_with_its_message(ask, model, words, sentence):
+def test_vision_composition_rejected_gives_its_message(ask, model, words, sentence):
     code, found = ask(model, words)
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
 
@@ -58,11 +58,11 @@ def test_what_is_refused_is_refused_with_its_message(ask, model, words, sentence
         ("Qwen3 8B", "--freeze_vit true --freeze_aligner true --freeze_llm false"),
     ],
 )
-def test_what_goes_together_is_planned(ask, model, words):
+def test_vision_composition_supported_is_planned(ask, model, words):
     assert ask(model, words)[0] == 0
 
 
-def test_plan_counts_a_tower_on_the_first_stage_and_says_how_many_layers_it_outweighs(ask):
+def test_plan_counts_vision_tower_on_first_stage(ask):
     words = "--pipeline_model_parallel_size 2 --max_prompt_length 4096 --max_completion_length 1024 --micro_batch_size 1"
     numbers = 676_550_144
     memory = {}
@@ -80,7 +80,7 @@ def test_plan_counts_a_tower_on_the_first_stage_and_says_how_many_layers_it_outw
     assert frozen["outweighs"]["layers"] < trained["outweighs"]["layers"] and trained["outweighs"]["first"] < 14
 
 
-def test_plan_prints_the_tower(tmp_path, capsys):
+def test_plan_text_shows_vision_tower(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(QWEN2_5_VL_7B))
     sizes = "--world_size 8 --micro_batch_size 1 --global_batch_size 64 --num_generations 4 --pipeline_model_parallel_size 2".split()
@@ -90,7 +90,7 @@ def test_plan_prints_the_tower(tmp_path, capsys):
     assert re.search(r"equivalent to [\d.]+ layers: stages are most balanced with decoder_first_pipeline_num_layers \d+ \(now 14\)", said)
 
 
-def test_a_push_without_a_frozen_tower_is_smaller_by_it(ask):
+def test_weight_sync_omits_frozen_vision_tower(ask):
     pushed = {
         words: ask("Qwen2.5-VL", words)[1]["cost"]["weight_push_bytes"]
         for words in ("--sleep_level 1", "--sleep_level 2", "--sleep_level 1 --freeze_aligner false")
@@ -99,7 +99,7 @@ def test_a_push_without_a_frozen_tower_is_smaller_by_it(ask):
     assert list(pushed.values()) == [whole - 2 * 676_550_144, whole, whole]
 
 
-def test_a_tower_that_would_learn_nothing_is_told(tmp_path, capsys):
+def test_plan_warns_of_vision_tower_without_gradient(tmp_path, capsys):
     path = vision.write_vlm(tmp_path / "model", "qwen2_5_vl")
     (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     data = tmp_path / "data.jsonl"
@@ -128,7 +128,7 @@ def test_a_tower_that_would_learn_nothing_is_told(tmp_path, capsys):
         ("skyrl", "Qwen3 8B", "--generator.vision_language_generator true", True),
     ],
 )
-def test_a_tower_trains_where_the_program_of_a_script_trains_it(tmp_path, dialect, model, words, is_frozen):
+def test_vision_tower_is_trained_as_in_framework_script(tmp_path, dialect, model, words, is_frozen):
     """Unless somebody says otherwise, and of a model that has one."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIGS[model]))
