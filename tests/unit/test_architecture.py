@@ -1,4 +1,4 @@
-"""The pages that describe the package against the package: layers, the step, packages, the path, words."""
+"""The architecture pages against the package: layers, the training step, packages, the reading order and the glossary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of tests/bad_inputs.py: inputs that once gave a traceback, another run than was asked, or two answers; and some of the rest."""
+"""A part of tests/bad_inputs.py: inputs that once gave a traceback, a wrong run or two different answers, and a sample of the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `plan` refuses is refused with the message of tests/refusals.yaml, and what works with LoRA, servers or replay is planned.
+"""Combinations of features: rejected with the messages of tests/refusals.yaml, or planned with LoRA, servers or router replay.
 
 The table of docs/composition.md asks the same rules (tools/compatibility.py); tests/unit/tools/test_docs.py holds it.
 """

@@ -1,4 +1,4 @@
-"""User code may change what it is given: the next completion, function, episode and epoch gets the row as it is in the file."""
+"""User code may modify its arguments: the next completion, function, episode and epoch receives the row as it is in the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a function and a constructor may be. Complexity, types and layers are judged by ruff, mypy and import-linter."""
+"""Sizes of functions and constructors. Ruff, mypy and import-linter check complexity, types and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How things are called: what CONTRIBUTING.md says of names, as far as a test can hold it."""
+"""Names: the rules of CONTRIBUTING.md that a test can check."""
 
 from __future__ import annotations
 

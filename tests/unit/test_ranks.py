@@ -1,4 +1,4 @@
-"""The harness itself: what it promises is what every distributed test stands on."""
+"""The harness of distributed tests."""
 
 from __future__ import annotations
 

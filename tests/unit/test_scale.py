@@ -1,4 +1,4 @@
-"""What one rank is sent and holds does not grow with the job, but for integers: on 64, 1,024 and 16,384 simulated ranks."""
+"""Data that one rank receives and holds does not grow with the job, except integers: on 64, 1,024 and 16,384 simulated ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package is as large as size.toml says, and whoever raised a figure paid; on small repositories, planted commits are refused."""
+"""The size ledger: size.toml equals the package, and planted commits in small repositories are rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_code_line_count_excludes_comments_docstrings_and_blanks():
 
 
 class Toy:
-    """A repository with a package of two files, and a ledger that every commit writes as its files are."""
+    """A repository with a package of two files and a ledger that each commit updates."""
 
     def __init__(self, root: Path):
         self.root = root

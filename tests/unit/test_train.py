@@ -1,7 +1,7 @@
-"""The loop, on a policy and weights that are a number: what is sampled by whom, anchored and trained when, with saves, signals and kills.
+"""The training loop with a policy whose weights are one number: samplers, old log-probs and training of each row, with saves and kills.
 
-The slow side counts micro-steps one by one and asks every prompt when its answer is needed. All but policy, pushes and disk is the
-package's own.
+The reference loop counts micro-steps one by one and requests every prompt when its answer is needed. Only the policy, the weight sync and
+the disk are replaced.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Killed(Exception):
 
 @dataclass
 class Policy:
-    """Its weights are the number of steps in which its optimizer has acted. refuses: steps in which the guard forbids it."""
+    """A policy whose weights are the number of applied optimizer steps. refuses: steps that the gradient check skips."""
 
     cut: BatchPartitioner
     version: int = 0
@@ -168,7 +168,7 @@ class RecordingLogger:
 
 @dataclass
 class Disk:
-    """The last checkpoint: of what every rank knows, and the samples as they are written."""
+    """The last checkpoint: progress, prompts and serialized samples."""
 
     every: int
     saved: tuple | None = None
@@ -531,7 +531,7 @@ def test_training_loop_counts_consecutive_skips_across_resume():
 
 
 class Penalty:
-    """As `rollouts.KlPenalty`: it scores by the policy's weights as they are."""
+    """A replacement of `rollouts.KlPenalty` that scores by the policy's current weights."""
 
     def __init__(self, policy):
         self.policy = policy

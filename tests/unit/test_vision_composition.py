@@ -1,4 +1,4 @@
-"""What `plan` refuses of vision-language models, with the messages of tests/refusals.yaml, and what it counts of a vision tower."""
+"""Vision-language models in `plan`: rejected with the messages of tests/refusals.yaml, or planned with the size of the vision tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mismatch` is asked: everything wrong is told at once, before anything loads."""
+"""Arguments of `mismatch`: all problems are reported together before anything loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tensors of one shape have one fingerprint only if every bit is the same."""
+"""Fingerprints of tensors of one shape are equal only if every bit is equal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - lines of TRL's source, and what stands in their place
-"""Faults put into copies of TRL's own methods: the referee names each one first. Sound dumps raise nothing."""
+"""The referee on dumps of TRL with errors planted in copies of TRL's methods, and on correct dumps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one case a line
-"""The referee reads dumps of verl, slime and Megatron-SWIFT: sound ones raise nothing, faults in the writers are named first."""
+"""The referee on dumps of verl, slime and Megatron-SWIFT, correct ones and ones with planted errors."""
 
 from __future__ import annotations
 

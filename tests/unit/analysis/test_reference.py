@@ -1,4 +1,4 @@
-"""The reference on numpy alone is the reference on torch: losses and gradients of random batches, and the golden vectors."""
+"""The NumPy reference against the PyTorch reference: losses and gradients of random batches, and the golden vectors."""
 
 from __future__ import annotations
 

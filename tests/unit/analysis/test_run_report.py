@@ -1,4 +1,4 @@
-"""`report`: the page of a run, in a real browser where there is one."""
+"""The page that `report` writes, in a real browser if one is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`watch`: a run from the files that it writes."""
+"""The output of `watch`, read from files as a run writes them."""
 
 from __future__ import annotations
 

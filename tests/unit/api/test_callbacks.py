@@ -1,4 +1,4 @@
-"""Callbacks have the method names of transformers, and what they cannot control is refused."""
+"""Callbacks with the method names of transformers, and requests that they cannot make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RankProcesses that a program starts: their output, signals, failures and end."""
+"""RankProcesses started by a program: output, signals, failures and exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`score` calls rewards on recorded completions as a run calls them."""
+"""`score` on recorded completions, against the scores of a run."""
 
 from __future__ import annotations
 

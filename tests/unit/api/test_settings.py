@@ -1,4 +1,4 @@
-"""What reaches a run of our GRPOConfig, of TRL's, and of a mapping."""
+"""Settings that reach a run from GRPOConfig, from TRL's config and from a mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GRPOTrainer` and `plan`, as far as no rank is started."""
+"""`GRPOTrainer` and `plan`, without starting ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python API as a type checker sees it: `mypy` reads this file (pyproject.toml), and an ignored line without an error is an error."""
+"""Examples of the Python API that `mypy` checks (pyproject.toml); an ignored line without a type error is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clean-up runs to its end and never hides why it had to."""
+"""Clean-up after success and failure: it runs to its end and keeps the first error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others say, in our sentences: a server's refusal, an exception of a user's function, a judge, an object. Each really says it."""
+"""Messages that contain text of a server, a judge, a user's function or an object: length, control characters and secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all, and reading JSON and YAML of others."""
+"""Atomic writes of files and directories, and parsing of JSON and YAML of other programs."""
 
 from __future__ import annotations
 

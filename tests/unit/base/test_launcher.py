@@ -1,4 +1,4 @@
-"""What is read from a launcher's environment, and who may read it."""
+"""Launcher variables: which are read, and in which module."""
 
 from __future__ import annotations
 

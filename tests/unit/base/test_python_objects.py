@@ -1,4 +1,4 @@
-"""Objects of a Python program under the names that settings have for them."""
+"""Objects of a Python program, under the names that settings use for them."""
 
 from __future__ import annotations
 

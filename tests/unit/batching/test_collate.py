@@ -1,4 +1,4 @@
-"""One packed stream: what lies where, and that there always is one."""
+"""The packed stream of a micro-batch: positions, segments, targets and padding."""
 
 from __future__ import annotations
 

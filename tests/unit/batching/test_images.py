@@ -1,4 +1,4 @@
-"""Where pictures stand in a stream, and at which positions."""
+"""Positions of images in a packed stream, and M-RoPE positions against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole sequences into micro-batches: every row once, inside the budget, evenly over ranks."""
+"""Packing of whole sequences into micro-batches within a token budget, balanced over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What contexts of a group begin with alike stands in the stream once, and every trained token still sees what it sees alone."""
+"""Prefix groups: a shared beginning is computed once, and each trained token sees the same tokens as without sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timetable against a walk that counts micro-steps and optimizer steps one by one."""
+"""The training schedule against a naive walk that counts micro-steps and optimizer steps one by one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def table_of(size: tuple[int, int, int], num_steps: int | None = None, *, epoch:
 
 
 class Walk:
-    """What happens when one simply does it: sample when the pending samples run out, train, step every A micro-steps; and, with an `epoch`
-    of so many rollouts, where one ends."""
+    """A naive simulation: sample when no samples are pending, train, and step every A micro-steps.
+
+    With `epoch` rollouts per epoch, it also tracks where epochs end.
+    """
 
     def __init__(self, accumulation: int, window: int, passes: int, num_rollouts: int, epoch: int = 0):
         self.rows, version, done = [], 0, 0

@@ -1,4 +1,4 @@
-"""Layers of model chunks: as Megatron-Core itself counts them, and refused with a sentence where it would not take them."""
+"""Layers per pipeline chunk, by hand and against Megatron-Core, and layouts that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best, and that it stays; checkpoints are folders with a manifest here."""
+"""Selection and retention of the best checkpoint, on folders that contain only a manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_grpo.run.checkpoint.output_files import BestCheckpoint
 
 
 class Run:
-    """Saves a checkpoint and tells a number a step, as the loop does: training's before the save, evaluation's after."""
+    """Saves a checkpoint and reports a metric per step as the loop does: training metrics before the save, evaluations after it."""
 
     def __init__(self, path, *, greater=True, limit=2, metric="reward"):
         self.folder, self.limit, self.said = CheckpointDirectory(path / "checkpoints"), limit, []

@@ -1,4 +1,4 @@
-"""What ranks of one job compare: everything that decides of the run, and nothing that may differ between machines."""
+"""Values that ranks of one job compare, and values that may differ between machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints: another model, vocabulary, data set or reward is noticed; the same under another name is not."""
+"""Fingerprints of model, vocabulary, data set and rewards: they change with the content and not with the name."""
 
 from __future__ import annotations
 

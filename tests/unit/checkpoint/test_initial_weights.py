@@ -1,4 +1,4 @@
-"""What a run may begin with: a checkpoint of ours with the weights that it wants, known before a model loads."""
+"""Checkpoints that a run may start from, checked before a model loads."""
 
 from __future__ import annotations
 

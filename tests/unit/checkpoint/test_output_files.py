@@ -1,4 +1,4 @@
-"""What in an output_dir is a run's own: only that is replaced or removed; the rest is left alone, with a sentence."""
+"""Files of a run in output_dir: which are replaced or removed, and which are never changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues, and what may have changed since: judged from files, without a model."""
+"""The checkpoint that a run resumes from, and settings that may have changed, decided from files without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random generators in a checkpoint: to the bit."""
+"""Random generator states in a checkpoint, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to run code where they are read. Each attack is shown to work on torch's own reader first."""
+"""Checkpoints that try to execute code when they are read. Each attack is first shown to work on torch's own reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_grpo.run.checkpoint.safe_unpickle import UnsafePickleError, refuse
 
 
 class Runs:
-    """Unpickled, it makes a directory."""
+    """A pickle that creates a directory when loaded."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -109,7 +109,7 @@ def test_safe_unpickle_rejects_globals_with_side_effects(checkpoint, module, nam
 
 
 class Asks:
-    """Pickled as `getattr(of, name)`, as Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles the member of an enumeration."""
+    """Pickled as `getattr(of, name)`, as Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles an enum member."""
 
     def __init__(self, of, name):
         self.of, self.name = of, name
@@ -158,7 +158,7 @@ def test_no_file_of_a_checkpoint_is_a_link_to_one_outside(checkpoint, tmp_path, 
 
 
 class Builds:
-    """Pickled as a class whose attributes are set, as a pickle sets those of an object."""
+    """Pickled as a class whose attributes are set, in the way in which pickle sets those of an object."""
 
     def __init__(self, kind, **attributes):
         self.kind, self.attributes = kind, attributes

@@ -1,4 +1,4 @@
-"""Pending samples as a file: every field of every kind, to the bit; nothing that is not understood is read."""
+"""Serialized pending samples: every field of every kind, bit for bit, and files with unknown content."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """A family of its own, with every type that a field may have."""
+    """A sample class with every type that a field may have."""
 
     number: int
     token_ids: np.ndarray

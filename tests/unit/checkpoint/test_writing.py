@@ -1,4 +1,4 @@
-"""Files of a checkpoint before they are in one: who writes what, what they say of each other, copies, checksums, threads."""
+"""Files of a checkpoint before they are published: writers, metadata, copies, checksums and threads."""
 
 from __future__ import annotations
 

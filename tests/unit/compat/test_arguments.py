@@ -1,4 +1,4 @@
-"""The argument mapping is what plan and train do: each argument of five systems has a row, and no row disagrees with a message."""
+"""The argument pages of five frameworks against `plan` and `train`: each argument has a row, and no row contradicts a message."""
 
 from __future__ import annotations
 

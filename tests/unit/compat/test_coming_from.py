@@ -1,4 +1,4 @@
-"""docs/coming_from.md: a script of another system and the native command beside it are one run."""
+"""docs/coming_from.md: each framework script and the native command beside it give the same run."""
 
 from __future__ import annotations
 

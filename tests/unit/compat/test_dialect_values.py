@@ -1,4 +1,4 @@
-"""What another system's defaults, and names of it that are read together, come to here. The numbers are from its own sources."""
+"""Values that defaults and combined arguments of other frameworks translate to. The numbers are from the frameworks' sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another system's file asks for happens here, or a sentence says why not; nothing of it is dropped in silence."""
+"""Translation of other frameworks' settings: each has an effect here or is rejected or reported; none is dropped silently."""
 
 from __future__ import annotations
 

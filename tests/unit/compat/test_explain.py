@@ -1,4 +1,4 @@
-"""What a person who comes from another system is told, with the numbers worked out by hand."""
+"""Explanations of sizes for users of other frameworks, with numbers worked out by hand."""
 
 from __future__ import annotations
 

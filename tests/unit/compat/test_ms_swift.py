@@ -1,4 +1,4 @@
-"""Scripts of `swift rlhf` without Megatron: their sizes are TRL's, their defaults ms-swift's, and what is not there is one sentence."""
+"""Scripts of `swift rlhf` without Megatron: sizes of TRL, defaults of ms-swift, and unsupported arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Python file that builds TRL's GRPOConfig is read, never run; what cannot be known without running it is said."""
+"""Python files that build TRL's GRPOConfig: they are read and not run, and values that need a run are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launch script is read as a shell reads it; what a shell would pass on and a reader cannot know is said, never left out."""
+"""Launch scripts, read as a shell reads them; values that only a shell knows are reported."""
 
 from __future__ import annotations
 

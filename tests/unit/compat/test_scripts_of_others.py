@@ -1,6 +1,6 @@
-"""Scripts of other projects through their dialect: the sizes that their own program would use, worked out by hand, or one named feature.
+"""Scripts of other projects through their dialect: the sizes of their own program, worked out by hand, or one named feature.
 
-Each row holds the arguments that decide, not the file. Where sizes come from is said beside them, as file and line of that project's code:
+Each row has the arguments that decide, not the file. The source of the sizes is beside them, as file and line of that project's code:
 ms-swift 3602360, verl b178a3c, slime 624b824, TRL f2cd577.
 """
 

@@ -1,4 +1,4 @@
-"""A name of another system gets a remedy that is right, or none."""
+"""Suggestions for names and values of other frameworks."""
 
 from __future__ import annotations
 

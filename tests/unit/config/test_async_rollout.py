@@ -1,4 +1,4 @@
-"""What `--async_rollout_depth` asks of the other settings, and how else it is said."""
+"""`--async_rollout_depth`: required settings, and its names in other frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which number checkpoints are compared: what a run tells is known before it runs."""
+"""The metric by which checkpoints are compared, known before the run."""
 
 from __future__ import annotations
 

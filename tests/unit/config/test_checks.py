@@ -1,4 +1,4 @@
-"""Values that no run can use are refused, each with what was typed."""
+"""Values that no run can use, rejected with the value as given."""
 
 from __future__ import annotations
 

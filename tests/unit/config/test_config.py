@@ -1,4 +1,4 @@
-"""A configuration is made once and never written to."""
+"""Config objects: created once and immutable."""
 
 from __future__ import annotations
 

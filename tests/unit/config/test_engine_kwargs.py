@@ -1,4 +1,4 @@
-"""Words for vLLM, Megatron-Core and chat templates: they are held against what these packages take, and what is ours stays ours."""
+"""Keyword arguments for vLLM, Megatron-Core and chat templates, checked against these packages and against settings."""
 
 from __future__ import annotations
 

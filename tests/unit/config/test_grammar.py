@@ -1,4 +1,4 @@
-"""A bound that none of vLLM's readers can read is told before any model loads, with what the first of them says of it."""
+"""Structured-output bounds that none of vLLM's parsers accepts are rejected before a model loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GRPOConfig` has every setting of a run, typed, and knows which of them were set."""
+"""`GRPOConfig`: every setting of a run, typed, with a record of those set explicitly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--help`: what each command does, its settings by section, and the search for a setting."""
+"""`--help`: descriptions of commands, settings by section, and the search for a setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines and files become one configuration that knows where each value came from."""
+"""Parsing of command lines and files into one Config that knows the source of each value."""
 
 from __future__ import annotations
 

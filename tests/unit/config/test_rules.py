@@ -1,4 +1,4 @@
-"""The rows of refusals name settings that there are: what a function of a rule looks at is typed nowhere."""
+"""Settings that rules read exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay over a run, as Megatron-Core's own scheduler gives them, against their formulas written out."""
+"""Learning rate and weight decay of Megatron-Core's scheduler over a run, against formulas written out here."""
 
 from __future__ import annotations
 

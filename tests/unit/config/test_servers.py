@@ -1,4 +1,4 @@
-"""Addresses of servers out of settings and files, and the token."""
+"""Server addresses from settings and files, and the server token."""
 
 from __future__ import annotations
 

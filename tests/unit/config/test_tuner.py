@@ -1,4 +1,4 @@
-"""Settings of the tuner: how they are read and written, and which do not go together."""
+"""Tuner settings: parsing, writing and incompatible combinations."""
 
 from __future__ import annotations
 

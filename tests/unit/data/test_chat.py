@@ -1,4 +1,4 @@
-"""Tokens of prompts, against what the tokenizer itself and TRL make of them."""
+"""Tokens of prompts, against the tokenizer itself and against TRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data set may look like on disk, and what is said about one that cannot be read."""
+"""Data set formats on disk, and errors for files that cannot be read."""
 
 from __future__ import annotations
 

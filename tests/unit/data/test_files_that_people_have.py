@@ -1,4 +1,4 @@
-"""Data sets in the forms that other tools write: read as they are meant, or refused with the command that helps."""
+"""Data sets in layouts that other tools write: read as intended, or rejected with a command that helps."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_the_hubs_data_sets_are_read_by_the_same_rule(tmp_path):
 
 
 class Template:
-    """A tokenizer whose tokens are the bytes of what its template shows."""
+    """A tokenizer whose tokens are the bytes of the rendered template."""
 
     chat_template = "{{ tools }} {{ enable_thinking }}"
 

@@ -1,4 +1,4 @@
-"""Pictures of every kind: upright and RGB for both sides, counted by their headers, and a sentence for each that cannot be used."""
+"""Images of every kind: decoded upright to RGB for trainer and sampler, sized by header, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def test_max_pixels_setting_overrides_environment_variable_with_note(tmp_path, m
 
 
 class SmallTokenizer:
-    """A tokenizer that knows a few."""
+    """A tokenizer that knows a few tokens."""
 
     chat_template, all_special_ids, name_or_path = "yes", (), ""
 

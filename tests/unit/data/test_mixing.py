@@ -1,4 +1,4 @@
-"""Several data sets, a number of rows of one, renamed columns, rows that are held out: rows by hand, and the same on every rank."""
+"""Several data sets, samples of one, renamed columns and held-out rows, by hand."""
 
 from __future__ import annotations
 

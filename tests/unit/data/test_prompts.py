@@ -1,4 +1,4 @@
-"""The stream of prompts: its order, its epochs, its resume, and the checks that every row passes before anything is loaded."""
+"""The prompt stream: order, epochs, resume, and checks of every row before anything loads."""
 
 from __future__ import annotations
 

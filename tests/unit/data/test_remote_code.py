@@ -1,4 +1,4 @@
-"""trust_remote_code, with a tokenizer whose code really runs, or really does not: it leaves a mark."""
+"""trust_remote_code, with a tokenizer whose code leaves a file when it runs."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_run_fingerprint_changes_with_remote_code(model):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face Hub as a download needs; the client is the real one."""
+    """The part of the Hugging Face Hub that a download needs; the client is the real one."""
 
     files: ClassVar[dict[str, bytes]] = {}
     sha = "a" * 40

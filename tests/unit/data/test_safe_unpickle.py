@@ -1,4 +1,4 @@
-"""Data sets, chat templates and model folders that were made to do something else than to be read."""
+"""Malicious data sets, chat templates and model folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data set that is read as the run goes: its order, its places, and what is said of rows that come late."""
+"""Streaming data sets: order, resume positions, and errors in rows that are read late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(2
 
 
 class Letters:
-    """A tokenizer: a letter is a token."""
+    """A tokenizer with one token per letter."""
 
     chat_template = None
 

@@ -1,4 +1,4 @@
-"""A data set is tokenised once on a machine, and whatever changes is tokenised anew."""
+"""The token cache: a data set is tokenized once per machine, and again after any change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(tmp_path):
 
 
 class Counted:
-    """Counts how often a row is tokenised; else a tokenizer."""
+    """A tokenizer that counts how often a row is tokenized."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.calls = tokenizer, 0

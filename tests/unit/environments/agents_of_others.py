@@ -1,4 +1,4 @@
-"""Programs and environments of others through the endpoint of agents, against scripted answers; each token that they get is accounted for.
+"""Third-party programs and environments on the agent endpoint, with scripted answers; every token is accounted for.
 
 pip install --no-deps --target packages -r tools/agent_packages.txt
 MEGATRON_GRPO_EXTRA_AGENTS=packages pytest tests/unit/environments/test_agent_example.py
@@ -37,7 +37,7 @@ def test_mini_swe_agent_repairs_a_module_through_the_endpoint_and_every_token_is
     ]
 
     class Scripted(Ledger):
-        """Answers in their order."""
+        """Returns scripted answers in order."""
 
         def submit(self, key, token_ids, *, seed, max_tokens):
             self.answers = [answers[min(len(self.sampled), 3)]]

@@ -1,4 +1,4 @@
-"""Episodes without an engine: a sampler that says what a test wrote down, and the stage that they are played on."""
+"""Episodes without an engine: a sampler with scripted turns, and the environment runner that uses it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "q"}]
 
 
 class Says:
-    """Turn t of every episode is `text(key, t)`, with the end-of-turn token; log-probs are -0.1, -0.2 ..."""
+    """A sampler in which turn t of an episode is `text(key, t)` and the end-of-turn token; log-probs are -0.1, -0.2 and so on."""
 
     def __init__(self, tokenizer: Any, text: Callable[[tuple[int, int], int], str], *, ends: bool = True):
         self.tokenizer, self.text, self.ends = tokenizer, text, ends

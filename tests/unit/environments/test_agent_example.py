@@ -1,4 +1,4 @@
-"""The example with mini-swe-agent: its data. Agents and environments of others: their tests, in a process that has their packages."""
+"""Data of the mini-swe-agent example. Third-party agents and environments run in a process with their own packages."""
 
 from __future__ import annotations
 

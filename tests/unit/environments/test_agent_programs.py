@@ -1,4 +1,4 @@
-"""Programs as agents: what they get, how they end, and what is left of them."""
+"""Programs as agents: their inputs, limits, exit and leftover processes."""
 
 # ruff: noqa: E501 - answers, requests and programs stand on one line each
 

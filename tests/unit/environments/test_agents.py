@@ -1,4 +1,4 @@
-"""Agents over HTTP with the real clients, against an engine that keeps a ledger of what it sampled."""
+"""Agents over HTTP with the real client libraries, against an engine that records what it sampled."""
 
 # ruff: noqa: E501 - answers, requests and programs stand on one line each
 
@@ -291,7 +291,7 @@ def test_parallel_requests_never_exceed_the_row_together():
 
 
 class Held(Ledger):
-    """Samples nothing until it is released."""
+    """An engine that samples nothing until it is released."""
 
     is_released = False
 
@@ -472,7 +472,7 @@ def test_agent_endpoint_url_of_wildcard_address_has_host_name():
 
 
 class Fleeting(Ledger):
-    """Loses what is open when it has sampled a few turns."""
+    """An engine that loses its open turns after a few sampled ones."""
 
     def poll(self):
         return super().poll() if len(self.sampled) < 3 else []

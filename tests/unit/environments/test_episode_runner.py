@@ -1,4 +1,4 @@
-"""Rules of episodes: limits, ends, rewards, seeds, who is asked what. Turns are written down."""
+"""The episode runner: limits, ends, rewards, seeds and calls of the environment, on scripted turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From episodes to rows: whose fault is whose reward, what trains, what is counted, when a run ends."""
+"""From episodes to rows: rewards, failures, trained tokens, metrics, and when a run ends."""
 
 from __future__ import annotations
 

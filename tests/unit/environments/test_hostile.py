@@ -1,4 +1,4 @@
-"""What environments, tools and models did to this process, to files and to bystanders, before it was mended."""
+"""Environments, tools and model outputs that once harmed the process, its files or other episodes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_functions_with_unusable_signatures_are_rejected_as_tools():
 
 
 class Box:
-    """TRL's: has a tool of its own, and a reward at the end."""
+    """An environment in TRL's form with a tool of its own and a reward at the end."""
 
     def reset(self, **columns):
         self.held = 0

@@ -1,4 +1,4 @@
-"""Rollouts by a function of the user's own: what it may return, what it draws, and how it fails."""
+"""Rollouts by a user's function: valid outputs, sampling and failures."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_rollout_func_with_invalid_output_raises(returned, says):
 
 
 class Turns:
-    """Draws a token of its seed as often as it may; a request takes as many steps as it has tokens. Nothing is drawn in less."""
+    """Samples the token of a request's seed repeatedly; a request takes one step per token."""
 
     def __init__(self, version: int = 3):
         self.running, self.asked, self.most_running, self.version = {}, [], 0, version

@@ -1,4 +1,4 @@
-"""Tools: schemas, calls that can and cannot be read, answers; and environments of other trainers."""
+"""Tools: schemas, valid and malformed calls, results; and environments of other trainers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_tools_with_environment_handle_calls_and_environment_other_turns():
 
 
 class Counter:
-    """An environment as TRL has them."""
+    """An environment in TRL's form."""
 
     def reset(self, answer=None, **columns):
         self.count = int(answer or 0)
@@ -137,7 +137,7 @@ def test_trls_environments_have_methods_as_tools_and_a_state_of_their_own():
 
 
 class Gym:
-    """An environment as Megatron-SWIFT has them."""
+    """An environment in Megatron-SWIFT's form."""
 
     def __init__(self, env_config):
         self.left = env_config["left"]
@@ -160,7 +160,7 @@ def test_megatron_swifts_environments_give_observations_and_a_reward_a_step():
 
 
 class Verifies:
-    """An environment as verifiers has them."""
+    """An environment in the form of verifiers."""
 
     async def setup_state(self, state):
         return {**state, "heard": 0}

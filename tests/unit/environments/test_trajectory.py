@@ -1,4 +1,5 @@
-"""The tokens of an episode: what was drawn stays, what is heard is the difference, nobody forges a turn. No engine."""
+"""Tokens of an episode, without an engine: sampled tokens are preserved, added messages are the difference of two renderings, and no
+message can form a turn marker."""
 
 from __future__ import annotations
 

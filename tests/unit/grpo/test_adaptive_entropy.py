@@ -1,4 +1,4 @@
-"""The entropy coefficient that follows the entropy, against TRL's arithmetic written out."""
+"""The adaptive entropy coefficient, against TRL's formula written out here."""
 
 from __future__ import annotations
 

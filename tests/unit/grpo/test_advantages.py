@@ -1,4 +1,4 @@
-"""Advantages: hand-checked, equal to the reference, and exact where exactness matters."""
+"""Advantages: by hand, against the reference, and exact zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where TRL 1.16 has the same mathematics: its own methods, from rewards to gradients, on the same numbers.
+"""Comparison with TRL 1.16 where it has the same formulas: its own methods, from rewards to gradients, on the same numbers.
 
 TRL's methods run as they are, on a trainer whose model is replaced by tables of log-probs; one micro-batch and one optimizer step per
 rollout (TRL's `bnpo` is a mean over the micro-batch, its `dapo` counts the rollout's tokens). Everything in float64.
@@ -35,7 +35,7 @@ def float64_everywhere():
 
 
 class OneProcess:
-    """What TRL asks of an accelerator when there is one process."""
+    """The interface of an accelerator that TRL uses with one process."""
 
     device, process_index, num_processes, is_main_process, sync_gradients = torch.device("cpu"), 0, 1, True, True
 
@@ -53,7 +53,7 @@ class OneProcess:
 
 
 class TablesForAModel(grpo_trainer.GRPOTrainer):
-    """TRL's trainer with its own loss and advantage code, and log-probs read off a table."""
+    """TRL's trainer with its own loss and advantage code, and log-probs from a table."""
 
     def __init__(self, completions: list[ReferenceCompletion], rewards, reward_weights, **settings):
         self.completions, self.rewards_per_func = completions, torch.tensor(rewards)

@@ -1,4 +1,4 @@
-"""One entropy threshold per global batch."""
+"""The entropy threshold of a global batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Each objective as its paper writes it, on padded [group, completion, token] tensors in float64, from rewards to gradients: on groups that
-nobody would wish for. Written from the papers and from TRL's functions; nothing of the package or of tests/reference is in it but the
-batch that both are given.
+"""Each objective as its paper writes it, on padded [group, completion, token] tensors in float64, from rewards to gradients.
+
+The groups are degenerate ones. Written from the papers and from TRL's functions; only the batch that both receive is from the package
+and from tests/reference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ T = MAX_COMPLETION_LENGTH - 1
 
 
 class Batch:
-    """rewards [G, n]; all else [G, n, T] but truncated [G, n]. Tokens behind the end of a completion are not trained, nor are holes."""
+    """A batch with rewards [G, n], truncated [G, n] and all else [G, n, T].
+
+    Tokens after the end of a completion and in holes are not trained.
+    """
 
     def __init__(self, rng: np.random.Generator, groups: int, n: int, *, far: float):
         shape = (groups, n, T)

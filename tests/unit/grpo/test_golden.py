@@ -1,4 +1,4 @@
-"""The published vectors are what the reference says, and what the package does."""
+"""The published golden vectors, against the reference and against the package."""
 
 from __future__ import annotations
 

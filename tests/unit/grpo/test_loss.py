@@ -1,4 +1,4 @@
-"""GrpoLoss equals the float64 reference, for every legal combination, however the batch is cut."""
+"""GrpoLoss against the float64 reference, for every legal combination of settings and any partition of the batch."""
 
 from __future__ import annotations
 

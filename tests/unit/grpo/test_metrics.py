@@ -1,4 +1,4 @@
-"""What the loss logs: hand-checked, and the same however the batch is cut."""
+"""Metrics of the loss: by hand, and independent of the partition of the batch."""
 
 from __future__ import annotations
 

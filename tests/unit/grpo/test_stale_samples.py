@@ -1,4 +1,4 @@
-"""A stale sample without old log-probs cannot reach the loss: its ratio would silently be 1."""
+"""A stale sample without old log-probs is rejected before the loss, where its ratio would silently be 1."""
 
 from __future__ import annotations
 

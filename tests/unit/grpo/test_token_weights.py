@@ -1,4 +1,4 @@
-"""Token weights: hand-checked, and the filters act on what they say."""
+"""Token weights: by hand, and with each filter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings go together: each refusal gives its reason, and what is legal passes."""
+"""Combinations of GRPO settings: legal ones pass, others are rejected with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are left out have no gradient, in every loss; and rows that have one are computed."""
+"""Rows that are not computed have no gradient in any loss, and rows with a gradient are computed."""
 
 from __future__ import annotations
 

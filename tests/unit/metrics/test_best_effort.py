@@ -1,4 +1,4 @@
-"""What serves only those who watch cannot end a run."""
+"""Failures of plots, tables, trackers and consoles do not end a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Broken:
-    """A service that is gone from its second word on."""
+    """A reporter that fails from its second call on."""
 
     latest = None
 

@@ -1,4 +1,4 @@
-"""Estimates of an evaluation against enumeration and simulation, and against what they are easily mistaken for."""
+"""Estimates of an evaluation against enumeration, simulation and similar wrong formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evaluations leave in a folder: lines, pairs, completions; also where a run is resumed, and where a command comes again."""
+"""Evaluation files: records, paired changes and completions, after a resume and after a repeated command."""
 
 from __future__ import annotations
 

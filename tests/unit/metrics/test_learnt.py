@@ -1,4 +1,4 @@
-"""A run that learns nothing: what is said of it on the way and at its end, and when it counts as failed."""
+"""Detection of a run that learns nothing: warnings during the run, and its result at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells: records that survive kills and resumes, completions, plots, the live line, and services."""
+"""Outputs of a run: records across kills and resumes, completions, plots, the live line and trackers."""
 
 from __future__ import annotations
 

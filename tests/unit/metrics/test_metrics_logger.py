@@ -1,4 +1,4 @@
-"""What an optimizer step leaves in the files, as the loop tells it to the journal."""
+"""Files that the metrics logger writes for an optimizer step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.metrics.test_metrics import rollout_of_two
 
 
 class Seconds:
-    """A clock that goes on when it is told to."""
+    """A clock that the test advances."""
 
     now = 100.0
 

@@ -1,4 +1,4 @@
-"""The model card beside an export: what it says, and what it must never say."""
+"""The model card beside an export: its content, and what it must not contain."""
 
 from __future__ import annotations
 

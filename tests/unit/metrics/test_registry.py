@@ -1,4 +1,4 @@
-"""The table of metrics: every row is logged by some code, and plots, rules and services use its names."""
+"""The table of metrics: every row is logged by some code, and plots, rules and trackers use its names."""
 
 from __future__ import annotations
 

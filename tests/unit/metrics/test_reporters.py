@@ -1,4 +1,4 @@
-"""Tracking services: what they are told, by the real libraries where they are installed; and that none of them holds a run up."""
+"""Trackers: the data that they receive, with the real libraries where installed, and that none blocks a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def two_steps(folder, *names, **settings):
 
 
 class Heard:
-    """A service that remembers, in the process."""
+    """A reporter that records its calls in the process."""
 
     def __init__(self, begin: ReporterInit):
         self.told = [begin]
@@ -102,7 +102,7 @@ def test_report_to_all_selects_installed_reporters_once(monkeypatch):
 
 
 class Hangs:
-    """A service without an answer: at the beginning, at a step, or at the end."""
+    """A reporter that hangs at the beginning, at a step or at the end."""
 
     def __init__(self, at, until):
         self.at, self.until = at, until
@@ -147,7 +147,7 @@ def test_reporter_with_too_many_queued_messages_is_disabled(tmp_path, monkeypatc
 
 
 class Module:
-    """A module with the interface of wandb, whatever its name; its functions have the parameters of the real one alone."""
+    """A module with the interface of wandb under any name; its functions have only the parameters of the real one."""
 
     def __init__(self, parameters):
         self.told, self.parameters = [], parameters

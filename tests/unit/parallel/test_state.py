@@ -1,4 +1,4 @@
-"""What a rank sets before it uses its GPU for the first time."""
+"""Environment variables that a rank sets before it first uses its GPU."""
 
 from __future__ import annotations
 

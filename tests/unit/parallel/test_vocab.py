@@ -1,4 +1,4 @@
-"""Log-probs straight from hidden states: equal to torch.log_softmax, and never more logits than a chunk's."""
+"""Log-probs from hidden states: equal to torch.log_softmax, with no more logits in memory than one chunk."""
 
 from __future__ import annotations
 
@@ -221,7 +221,10 @@ class LargestTensor(TorchDispatchMode):
 
 
 class TestMemory:
-    """At a vocabulary of 32,768 one float32 [tokens, vocabulary] tensor of 1,024 tokens is 128 MiB; a chunk of 32 of them is 4 MiB."""
+    """Peak memory.
+
+    With a vocabulary of 32,768, one float32 [tokens, vocabulary] tensor of 1,024 tokens has 128 MiB; a chunk of 32 tokens has 4 MiB.
+    """
 
     TOKENS, WIDE, NARROW, CHUNK = 1024, 32_768, 16, 32
     FULL = TOKENS * WIDE * 4
@@ -280,7 +283,7 @@ class TestMemory:
 
 
 class TestKeptWords:
-    """The softmax runs over some words of each position; over all where it has none."""
+    """The softmax over a sampling mask; positions without one use the whole vocabulary."""
 
     def kept(self):
         generator = torch.Generator().manual_seed(1)

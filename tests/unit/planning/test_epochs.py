@@ -1,5 +1,4 @@
-"""Where epochs end: TRL's own trainer counts the steps of a run beside ours; of verl, SkyRL, slime and Megatron-SWIFT, what their code does
-is done here, one rollout after the other."""
+"""Ends of epochs: against TRL's trainer, and against loops written after verl, SkyRL, slime and Megatron-SWIFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and cost: numbers small enough to check by hand. Exact bytes against real tensors: tests/distributed/test_plan_memory.py."""
+"""Memory and cost estimates by hand. Exact bytes of real tensors are in tests/distributed/test_plan_memory.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples at real size pass `plan`, and their pages say what it estimates."""
+"""The examples at full size pass `plan`, and their pages show its estimates."""
 
 from __future__ import annotations
 

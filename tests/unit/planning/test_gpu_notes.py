@@ -1,4 +1,4 @@
-"""What `plan` says about the packages of this machine, where the run is meant for a GPU."""
+"""Notes of `plan` on the packages of this machine if the run is meant for a GPU."""
 
 from __future__ import annotations
 

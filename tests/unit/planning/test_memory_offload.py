@@ -1,5 +1,6 @@
-"""What offload frees, holds and costs, by hand; when `auto` is on; and what `plan` says would fit. Bytes against real tensors:
-tests/distributed/test_plan_memory.py.
+"""Memory that offload frees, holds and copies, by hand; when `auto` enables it; and suggested settings.
+
+Real tensors are in tests/distributed/test_plan_memory.py.
 """
 
 from __future__ import annotations

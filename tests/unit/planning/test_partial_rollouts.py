@@ -1,4 +1,4 @@
-"""The forecast of partial rollouts: by hand on a few completions, and against a loop that steps token by token."""
+"""The forecast of partial rollouts: by hand, and against a loop that steps token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan` as its users meet it: the JSON object against a walk, errors, dialects and their files, the figure, the time it takes."""
+"""The `plan` command: its JSON object against a naive walk, errors, framework files, the figure and its run time."""
 
 from __future__ import annotations
 

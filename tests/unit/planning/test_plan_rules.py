@@ -1,4 +1,4 @@
-"""Sizes, their rules and the nearest values, against rules written out naively and against trying every value."""
+"""Size rules and nearest valid values, against naive rules and an exhaustive search."""
 
 from __future__ import annotations
 

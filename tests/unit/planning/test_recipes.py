@@ -1,4 +1,4 @@
-"""Settings of published runs: plan accepts each file, and its sizes are the paper's, worked out by hand."""
+"""Recipes of published runs: `plan` accepts each file, and its sizes are those of the paper, worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `plan` says of prompts that are computed once: the decision with its reason, and tokens by hand."""
+"""The estimate of prompt sharing in `plan`: the decision with its reason, and tokens by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher that the training ranks hold, as a plan sees it: what it asks of the layout, what it is computed with, what it takes."""
+"""A teacher model on the training ranks, as `plan` sees it: layout, settings, memory and work."""
 
 from __future__ import annotations
 

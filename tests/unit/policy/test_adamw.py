@@ -1,4 +1,4 @@
-"""AdamW that keeps its state in chosen dtypes, against float64, against torch's own, and against itself after it was written and read."""
+"""AdamW with states in chosen dtypes, against float64, against torch, and after a save and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in parts against one softmax over a dense mask: outputs and gradients, by every kernel, with and without parents."""
+"""Attention in parts against one softmax over a dense mask: outputs and gradients of every kernel, with and without parents."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_attention_groups_short_segments_by_length_and_reads_long_ones_in_place(
 
 
 class OfTransformerEngine(torch.nn.Module):
-    """Attention as Transformer Engine promises it in thd layout: [t, heads, c] and bounds of segments -> [t, heads * c]. By torch."""
+    """Transformer Engine's attention in thd layout, [t, heads, c] and segment bounds -> [t, heads * c], computed by torch."""
 
     calls: list = []
 
@@ -210,7 +210,7 @@ def test_fused_attention_uses_transformer_engine_where_supported(monkeypatch, pa
 
 
 class Varlen:
-    """The two kernels as torch's source has them, with their conditions, on a CPU."""
+    """The two variable-length kernels with the conditions of torch's source, on a CPU."""
 
     def __init__(self):
         self.calls = 0

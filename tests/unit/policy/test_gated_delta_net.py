@@ -1,4 +1,4 @@
-"""The gated delta rule over a packed stream, in float64, against its definition token by token: outputs and gradients."""
+"""The gated delta rule over a packed stream in float64, against its definition token by token: outputs and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients the optimizer may use, and what is said of those that it may not."""
+"""Gradients that the optimizer may use, and messages for those that it may not."""
 
 from __future__ import annotations
 

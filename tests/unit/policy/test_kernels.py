@@ -1,4 +1,4 @@
-"""Norm and rotation as one function each: equal to what torch and Megatron-Core make of their parts, and so are their gradients."""
+"""RMS norm, rotation and SwiGLU as single functions: outputs and gradients against torch and Megatron-Core."""
 
 from __future__ import annotations
 

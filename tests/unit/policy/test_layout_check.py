@@ -1,4 +1,4 @@
-"""What Megatron-Core refuses of a layout, said as a sentence before it can."""
+"""Layouts that Megatron-Core rejects, reported before it is called."""
 
 from __future__ import annotations
 

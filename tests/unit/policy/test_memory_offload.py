@@ -1,4 +1,4 @@
-"""Room for the sampler, on tensors small enough to count: who owns a storage, what is refused, and that every byte comes back."""
+"""Offloading of the policy, on small tensors: owners of storages, rejected calls, and restored bytes."""
 
 from __future__ import annotations
 

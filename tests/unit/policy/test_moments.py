@@ -1,4 +1,4 @@
-"""A run of a weight's elements as boxes: what a distributed optimizer keeps on a rank, in the words of a checkpoint."""
+"""Ranges of a weight's elements as boxes: the part of a distributed optimizer's state on a rank, as a checkpoint describes it."""
 
 from __future__ import annotations
 

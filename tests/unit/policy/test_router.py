@@ -1,4 +1,4 @@
-"""What routers need on every machine, tried where nothing is patched for a CPU."""
+"""Requirements of MoE routers on every machine, without patches for a CPU."""
 
 from __future__ import annotations
 

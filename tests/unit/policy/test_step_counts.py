@@ -1,4 +1,4 @@
-"""Where each kind of optimizer counts its steps, after a checkpoint was loaded into a new one."""
+"""Step counts of each kind of optimizer after a checkpoint is loaded into a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core cannot compute is refused in `plan` and in `train` alike, before a model loads."""
+"""Models and settings that Megatron-Core cannot compute are rejected by `plan` and `train` before a model loads."""
 
 from __future__ import annotations
 

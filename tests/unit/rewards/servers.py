@@ -1,4 +1,4 @@
-"""Small real HTTP servers on loopback, for the rewards that ask one."""
+"""Small real HTTP servers on loopback, for rewards that call one."""
 
 from __future__ import annotations
 

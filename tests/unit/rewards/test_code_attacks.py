@@ -1,4 +1,4 @@
-"""The reward `code`, attacked: what a program tries is really tried, in the real sandbox, and each attempt says how it ended."""
+"""Attacks on the reward `code`: programs that really run in the real sandbox and report how each attempt ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward `code`: what passes, and what a program cannot do."""
+"""The reward `code`: scoring of programs, and limits of the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge's endpoint as an attacker: what a hostile server answers, and where a key may not come to stand."""
+"""Malicious endpoints of a judge: hostile responses, and files and messages that must not contain the key."""
 
 from __future__ import annotations
 

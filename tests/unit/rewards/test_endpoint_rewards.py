@@ -1,4 +1,4 @@
-"""The rewards that ask a model: `reward_model` here and over HTTP, and `llm_judge`."""
+"""Rewards that call a model: `reward_model`, local and over HTTP, and `llm_judge`."""
 
 from __future__ import annotations
 

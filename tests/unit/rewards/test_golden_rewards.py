@@ -1,6 +1,6 @@
-r"""A golden table of completions and right answers for every built-in reward that needs no model.
+"""A golden table of completions and right answers for every built-in reward that needs no model.
 
-False positives (a wrong completion that looks right) and false negatives (a right one that is written differently) stand beside each other.
+It has false positives (a wrong completion that looks right) and false negatives (a right one in another notation).
 """
 
 from __future__ import annotations

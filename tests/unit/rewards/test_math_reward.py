@@ -1,4 +1,4 @@
-"""The reward `math`: what it calls equal, and that nothing a model writes can hang it."""
+"""The reward `math`: answers that it treats as equal, and model output that must not block it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in files that were written for another system: a program is not run for one, and a plugin of ms-swift gives its own."""
+"""Reward files written for another framework: programs are not run, and plugins of ms-swift provide their rewards."""
 
 from __future__ import annotations
 

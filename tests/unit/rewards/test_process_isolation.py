@@ -1,4 +1,4 @@
-"""A reward function does not end the run, does not go on in a fork of it, and does not take its output away."""
+"""Isolation of reward functions: exits, forks and closed output do not affect the run."""
 
 from __future__ import annotations
 

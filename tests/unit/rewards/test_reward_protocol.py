@@ -1,4 +1,4 @@
-"""What a reward function is given, what it may return, and how it is found by name."""
+"""The protocol of reward functions: arguments, return values and lookup by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bad row never loses a rollout, and the error says which function, which row and which value."""
+"""Failures while scoring: they affect only their rows, and the error names function, row and value."""
 
 from __future__ import annotations
 

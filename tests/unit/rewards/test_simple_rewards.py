@@ -1,4 +1,4 @@
-"""accuracy, format, length, soft_overlong, repetition and cosine, on numbers that can be checked by hand, and against TRL's."""
+"""accuracy, format, length, soft_overlong, repetition and cosine, by hand and against TRL."""
 
 from __future__ import annotations
 

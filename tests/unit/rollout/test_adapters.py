@@ -1,4 +1,4 @@
-"""How adapters reach the sampler, decided from names and sizes alone."""
+"""How adapters are synced to the sampler, decided from names and sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling that has begun before its answers are needed: threads, and waiting together."""
+"""Sampling in the background: threads, and waiting on all ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all engines share: seeds and settings."""
+"""Seeds and sampling settings that all engines share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's form of routed experts, a group's, and what a sampler may not return."""
+"""Routed experts as vLLM returns them, the experts of a group, and invalid routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Probes of a model that sees: some show a picture also where sequences are short, for a stale tower shows in no other."""
+"""Probe sequences of vision-language models: some contain an image even if sequences are short, because only those reveal a stale vision
+tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM does to the process and to itself, and what of it the trainer keeps or refuses. No engine: vLLM's own code is played."""
+"""Effects of vLLM on the trainer's process, and of its own errors. vLLM's code is called or replaced, without an engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_colocated_vllm_keeps_torch_threads_and_matmul_precision():
 
 
 class Asynchronous:
-    """vLLM with asynchronous scheduling: steps in flight after the last request has stopped, which a reset must not meet."""
+    """vLLM with asynchronous scheduling: steps are in flight after the last request has stopped."""
 
     def __init__(self, in_flight: int):
         self.engine_core = SimpleNamespace(batch_queue=deque(range(in_flight)), shutdown=lambda: None)

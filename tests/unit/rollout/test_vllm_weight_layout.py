@@ -1,4 +1,4 @@
-"""The table by which pushed tensors go into an engine, on a module small enough to look at; on real ones in test_weight_sync."""
+"""The table that copies synced tensors into an engine, on a small module. Real models are in test_weight_sync."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = (2, 3)
 
 
 class Layer(torch.nn.Module):
-    """Keeps `both` as it is loaded, and of `kept_packed` the transpose alone."""
+    """A layer that stores `both` as loaded, and of `kept_packed` only the transpose."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`megatron-grpo completion`: a TAB in a real bash, and in a real zsh where one is installed; what is offered is what the parser reads."""
+"""`megatron-grpo completion` in a real bash, and in a real zsh where installed; suggestions are accepted by the parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-grpo doctor`, on this machine and on broken ones: what fails is a sentence with what to do, and the exit code says so."""
+"""`megatron-grpo doctor` on this machine and on broken ones: messages, remedies and exit code."""
 
 from __future__ import annotations
 

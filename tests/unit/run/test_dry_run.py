@@ -1,4 +1,4 @@
-"""`megatron-grpo dry-run`: what a run would stumble over, found on a few rows before anything loads."""
+"""`megatron-grpo dry-run`: problems of a run, found on a few rows before anything loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an end is told: once a job, to torchrun in its own format, as a sentence where a user can help it, and with the right exit code."""
+"""How a failed job ends: one message per job, torchrun's error file, and the exit code."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_internal_errors_are_not_reported_as_machine_errors(error):
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's is called."""
+    """An error with the name of torch's class."""
 
 
 ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free. Process 7"

@@ -1,4 +1,4 @@
-"""`--push_to_hub`, by the Hub's own client, against a stand-in server: what arrives, and what is said where it does not."""
+"""`--push_to_hub` with the Hub's own client against a local server."""
 
 from __future__ import annotations
 

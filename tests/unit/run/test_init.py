@@ -1,4 +1,4 @@
-"""`megatron-grpo init`: its questions in a real terminal, its defaults without one, and that `plan` and `dry-run` take what it writes."""
+"""`megatron-grpo init`: questions in a real terminal, defaults without one, and files that `plan` and `dry-run` accept."""
 
 from __future__ import annotations
 

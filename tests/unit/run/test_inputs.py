@@ -1,4 +1,4 @@
-"""`plan` and `train` look at one list: what one refuses the other refuses, in the same words, all of it at once."""
+"""Inputs that `plan` and `train` check with one list: both reject the same, in the same words, all together."""
 
 from __future__ import annotations
 

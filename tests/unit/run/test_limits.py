@@ -1,4 +1,4 @@
-"""When a run stops by itself, and what is asked of Slurm then."""
+"""Time limits after which a run stops, and requests to Slurm."""
 
 from __future__ import annotations
 

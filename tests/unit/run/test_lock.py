@@ -1,4 +1,4 @@
-"""Two runs in one output_dir: on real processes, locks and file systems."""
+"""Two runs in one output_dir, with real processes, locks and file systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has died, as the other ranks of a machine can see it."""
+"""Detection of dead ranks on a machine by the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of the table of plug-ins names a function that is there, and that is called as the table says."""
+"""Every row of the plug-in table names an existing function with the arguments of its protocol."""
 
 from __future__ import annotations
 

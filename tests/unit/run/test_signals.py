@@ -1,4 +1,4 @@
-"""Stopping politely, stopping at once, and not outliving a launcher: on real processes and real signals."""
+"""Stop requests, forced stops and the death of a launcher, with real processes and signals."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_rank_waiting_for_failed_rank_exits_within_seconds(tmp_path):
 
 
 class Doomed:
-    """Other ranks of which one has died, from a moment on."""
+    """Peers of which one dies at a given moment."""
 
     seconds_between_looks = 0.02
     told: str | None = None

@@ -1,4 +1,4 @@
-"""A process that leaves before its command has ended is not done, whatever its exit code says; and nothing else changes."""
+"""The supervisor: a process that exits before its command is complete does not count as successful."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A terminal that is closed takes nothing with it."""
+"""A closed terminal does not end the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When there is an alarm, whom it names, and what is said: as arithmetic; then real processes that hang, each in a way of its own."""
+"""The watchdog: when it reports, which rank and in which words, as arithmetic and with real processes that hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 
 class Hours:
-    """A clock that a test turns."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Where torch and all that belongs to it are not installed, as on a Mac: `plan` answers, and everything else is one sentence."""
+"""Machines without torch and the training stack, such as a Mac: `plan` works, and other commands print one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about processes that a server starts: they end with it, and so do those that they start."""
+"""Processes that a server starts end with it, and so do their children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about who a rollout server belongs to, and of which version it may answer. No engine: a clock that the test moves."""
+"""Ownership of a rollout server and the weight version that it may answer with. No engine; a clock that the test advances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other say for whom."""
+"""Rendezvous of ranks: the missing ranks are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts dealt over servers that die, freeze and thaw at any moment: none is lost, none is there twice, none kills for ever."""
+"""Distribution of prompts over servers that die, freeze and return at random: each prompt is answered exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_grpo.plugins.servers.requests import MOST_DEATHS, RequestRouter
 
 
 class World:
-    """Servers as random as they come. Each holds at most two calls; a call answers its prompts one by one, in any order."""
+    """Servers with random failures. Each holds at most two calls; a call answers its prompts one by one in any order."""
 
     def __init__(self, seed: int, *, prompts: int, servers: int, deadly: frozenset[int] = frozenset()):
         self.rng, self.deadly = random.Random(seed), deadly

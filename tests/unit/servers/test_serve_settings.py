@@ -1,4 +1,4 @@
-"""Claims about what `megatron-grpo serve` refuses before any model loads, and about the token that it reads or makes."""
+"""Settings that `megatron-grpo serve` rejects before a model loads, and the token that it reads or creates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are claimed, kept, lost and taken up again; and questions to them. Over real HTTP, with servers that have no engine."""
+"""Server groups: claims, lost and returning servers, and requests to them. Real HTTP, servers without an engine."""
 
 from __future__ import annotations
 

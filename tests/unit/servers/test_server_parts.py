@@ -1,4 +1,4 @@
-"""Interruption of completions on servers without an engine, over real HTTP: what is sent, what /abort waits for, and its end."""
+"""Interrupted completions on servers: requests sent, /abort, and the end. Real HTTP, servers without an engine."""
 
 from __future__ import annotations
 

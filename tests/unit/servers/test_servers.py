@@ -1,4 +1,4 @@
-"""Servers as an engine that answers in the background. Over real HTTP, with servers that have no engine."""
+"""Servers as an engine that samples in the background. Real HTTP, servers without an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = [Prompt(number=number, row=number, raw="", token_ids=(4, 5), columns={
 
 
 class VersionBroadcaster:
-    """A push is a number that the servers are told."""
+    """A weight broadcaster that sends only the version."""
 
     def __init__(self, server_group, servers):
         self.server_group, self.servers = server_group, servers

@@ -1,4 +1,4 @@
-"""Claims about how a run asks its teacher's servers: real HTTP and real connections, on servers without an engine."""
+"""Requests of a run to its teacher servers: real HTTP and connections, servers without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who comes without the token, to a server that really listens: it has no engine, and all that stands before one."""
+"""Clients without the token, on a real listening server without an engine."""
 
 from __future__ import annotations
 

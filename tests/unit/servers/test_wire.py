@@ -1,4 +1,4 @@
-"""Claims about what crosses HTTP: what one side writes the other reads, bit by bit, and nothing else is taken."""
+"""HTTP bodies: each round-trips bit for bit, and any other content is rejected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The Dockerfile against setup.py, and by the rules of hadolint that matter here: what it installs is pinned, allowed, and in an order that
-leaves slow layers alone when the code changes."""
+"""The Dockerfile against setup.py and the rules of hadolint: packages are pinned, allowed, and ordered so that slow layers stay cached."""
 
 from __future__ import annotations
 

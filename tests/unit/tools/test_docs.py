@@ -1,4 +1,4 @@
-"""Generated parts of pages are what their source says, and every page is in the site's navigation."""
+"""Generated parts of pages equal their source, and every page is in the site's navigation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The GPU check where there is no GPU: all of its steps would begin, and one that would not is told. A step itself is run, remembered, and
-not run again."""
+"""The GPU check without a GPU: all steps could start, one that could not is reported, and a finished step is not run again."""
 
 from __future__ import annotations
 

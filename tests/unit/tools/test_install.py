@@ -1,4 +1,4 @@
-"""tools/install.sh with the real pip, on a package index of tiny wheels that need no network: which torch comes in, and what stays."""
+"""tools/install.sh with the real pip, on a local package index of tiny wheels: which torch is installed, and what is kept."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def add_torch(index: Path, version: str) -> None:
 
 
 class Machine:
-    """An environment without packages, a checkout, and two package indexes: what pip knows, and PyTorch's."""
+    """An environment without packages, a checkout and two package indexes: pip's and PyTorch's."""
 
     def __init__(self, folder: Path, empty_environment: Path):
         self.environment, self.checkout = folder / "environment", folder / "checkout"

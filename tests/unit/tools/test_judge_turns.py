@@ -1,4 +1,4 @@
-"""examples/judge_turns.py on runs that are made up: what is wrong with one is said."""
+"""examples/judge_turns.py on made-up runs: faults are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/lora/verdict.py on runs that are made up: what is wrong with one is said, and PEFT really answers."""
+"""examples/lora/verdict.py on made-up runs: faults are reported, and PEFT really generates."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""tools/make_tiny_model.py: threads, families and outputs."""
+
 from __future__ import annotations
 
 import json

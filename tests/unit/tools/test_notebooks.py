@@ -1,4 +1,4 @@
-"""Every notebook of examples/notebooks, executed in a kernel of its own against files that the writers of a run have made."""
+"""Notebooks of examples/notebooks, executed in a kernel of their own on files that the writers of a run made."""
 
 from __future__ import annotations
 

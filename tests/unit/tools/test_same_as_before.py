@@ -1,4 +1,4 @@
-"""`tools/same_as_before.py`: two trees alike are said to be, and one other word, number or file of a run is named with its place."""
+"""`tools/same_as_before.py`: equal trees are reported as equal, and one changed word, number or file is shown."""
 
 from __future__ import annotations
 

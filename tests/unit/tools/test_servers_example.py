@@ -1,4 +1,4 @@
-"""examples/servers/run.sh waits for servers for as long as they say that they load. Its own function, with processes that say so."""
+"""The wait for servers in examples/servers/run.sh: its own function, with processes that print progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tools/torture.py makes of its runs: results that accumulate, costs, and a chain of kills that tells which one was not made good."""
+"""Results of tools/torture.py: accumulation, costs, and a failed chain of kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/upstream.py`: what of upstream our code names is there, in the versions that are installed and in none that lost it."""
+"""`tools/upstream.py`: upstream names that the code uses exist in the installed versions, and missing ones are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel: built from a copy of the checkout, installed into an empty environment, and used outside of the checkout."""
+"""The wheel, built from a copy of the checkout, installed into an empty environment and used outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations: what is asked, with which seeds, and what comes of it, on one rank and on two."""
+"""Evaluations: prompts, seeds and results on one rank and on two."""
 
 from __future__ import annotations
 

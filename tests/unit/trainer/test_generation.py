@@ -1,4 +1,4 @@
-"""What asks the sampler: what was begun is taken and the rest is asked, lost weights are pushed again, impossible log-probs are refused."""
+"""The rollout generator: finished answers are used, others requested, lost weights synced again, invalid log-probs rejected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_generator_drops_answers_that_do_not_arrive_in_time():
 
 
 class Losing(ScriptedEngine):
-    """Loses its weights in every flight, once."""
+    """An engine that loses its weights once in every rollout."""
 
     def begin(self, prompts, sampling, *, seed):
         outer, lost = self, []

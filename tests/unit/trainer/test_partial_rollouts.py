@@ -1,4 +1,4 @@
-"""Partial rollouts on an engine that samples one token a step: which prompts and versions, whatever is saved, killed and given back."""
+"""Partial rollouts on an engine that samples one token per step: prompts and versions across saves, kills and returned prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def token(seed: int, place: int, version: int) -> int:
 
 @dataclass
 class Slots:
-    """As many requests as there are slots advance by one token a step, first come, first served. lengths: of each completion."""
+    """A scheduler in which as many requests as there are slots advance by one token per step, in order of arrival.
+
+    lengths: length of each completion.
+    """
 
     lengths: dict[tuple[int, int], int]
     num_slots: int
@@ -129,7 +132,7 @@ class Case:
 
 @dataclass
 class Disk:
-    """The last checkpoint, with the completions as a file."""
+    """The last checkpoint, with the partial completions as a file."""
 
     saved: tuple = (Progress(), 0, None)
 
@@ -320,7 +323,7 @@ def test_partial_completion_first_part_has_seed_of_whole_completion():
 
 
 class Scorer:
-    """A policy whose log-probs are -0.5 - its version, with an error at one token."""
+    """A policy whose log-probs are -0.5 - version, with an error at one token."""
 
     def __init__(self, version, error=0.0):
         self.version, self.error, self.asked = version, error, []

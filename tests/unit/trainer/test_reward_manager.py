@@ -1,4 +1,4 @@
-"""Every rank ends with the same scored groups, or with the same error, however the work was split."""
+"""The reward manager: every rank has the same scored groups, or the same error, for any split of the work."""
 
 from __future__ import annotations
 

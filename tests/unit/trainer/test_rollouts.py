@@ -1,4 +1,4 @@
-"""Rollouts under dynamic sampling and over-sampling: what is asked, kept, given back; and what becomes of it as samples."""
+"""Rollouts with dynamic sampling and oversampling: requested, used and returned prompts, and the resulting samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIVE, ZERO_STD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
 
 class Stream:
-    """Numbered prompts without end, as far as `dynamic_sampling` and `Rollouts` see the real stream."""
+    """Numbered prompts without end, with the interface that `dynamic_sampling` and `Rollouts` use."""
 
     def __init__(self, taken: int = 0):
         self.taken, self.asked = taken, []
@@ -184,7 +184,7 @@ def test_dynamic_sampling_trains_every_nonzero_std_group_once(alive, num_groups,
 
 
 class OneRank:
-    """The place of the only rank of a job."""
+    """The parallel state of the only rank of a job."""
 
     layout = Layout(world_size=1)
     dp_rank, is_model_parallel_src, is_rank_zero = 0, True, True
@@ -194,13 +194,13 @@ class OneRank:
 
 
 class Heard(list):
-    """A journal that remembers."""
+    """A metrics logger that records its calls."""
 
     rollout = list.append
 
 
 class TableRewards:
-    """Gives what a table says."""
+    """Rewards from a table."""
 
     names, reward_weights, most_failed_episodes = ["r"], [1.0], 1.0
 

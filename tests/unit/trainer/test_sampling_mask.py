@@ -1,4 +1,4 @@
-"""What vLLM says is left of the vocabulary, read; and what cannot be, refused."""
+"""Sampling masks from vLLM's log-probs, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the check after a push says, from differences made by hand."""
+"""The check after a weight sync, on differences made by hand."""
 
 from __future__ import annotations
 

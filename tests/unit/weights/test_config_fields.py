@@ -1,4 +1,4 @@
-"""Every field of every family's configuration class in transformers is read, changes nothing, or is refused where it says something."""
+"""Every field of every family's config class in transformers is read, has no effect, or is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors in and out: sharded or not, fused experts, atomic, and loadable by transformers."""
+"""Safetensors read and written: sharded or not, fused experts, atomic, and loadable by transformers."""
 
 from __future__ import annotations
 

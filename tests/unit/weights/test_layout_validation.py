@@ -1,4 +1,4 @@
-"""Which layouts a model fits: the arithmetic that is said, and that it agrees with what can really be cut."""
+"""Layouts that fit a model: the arithmetic in messages, and agreement with the shards that can be made."""
 
 from __future__ import annotations
 

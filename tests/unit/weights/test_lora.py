@@ -1,4 +1,4 @@
-"""Which modules an adapter's configuration asks for: as PEFT reads the same file."""
+"""Modules that an adapter's configuration selects, against PEFT on the same file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron shards -> Hugging Face, over every family, layout and naming, without any process."""
+"""Hugging Face -> Megatron shards -> Hugging Face, for every family, layout and naming, without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own functions, bit for bit."""
+"""Rotary frequencies against transformers, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json -> ModelShape: both generations of it, and what is refused."""
+"""ModelShape from config.json in both forms, and rejected configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights train: the words on names, by hand; and what Megatron cannot freeze is refused with both halves named."""
+"""Trainable parameters selected by name, by hand; and selections that Megatron cannot freeze."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that see, as numbers and names: the tower's tensors, M-RoPE, configs of every generation, both spellings."""
+"""Vision-language models as names and numbers: the tower's tensors, M-RoPE, configs of every form."""
 
 from __future__ import annotations
 
