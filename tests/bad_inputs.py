@@ -177,7 +177,7 @@ def _bad_values(setting: Setting) -> Iterator[tuple[str, str]]:
     if kind == "bool":
         yield from (("maybe", "a word"), ("2", "a number"), ("", "empty"))
     if setting.choices:
-        yield from (("nonsense", "unknown"), (setting.choices[0] + "x", "misspelt"), ("", "empty"))
+        yield from (("nonsense", "unknown"), (setting.choices[0] + "x", "misspelled"), ("", "empty"))
     if kind in ("int", "float") and not setting.optional and not setting.is_list and not setting.is_map:
         yield "none", "none"
     for edge, step in ((bounds.at_least, -1), (bounds.at_most, 1)):

@@ -20,7 +20,7 @@ ONCE = [
     "model: a deep tokenizer_config", "adapter: a deep configuration",
     "model: architectures that is a word", "model: architectures of numbers", "model: an index with an empty map",
     "model: an index that names a number", "model: no tokenizer", "model: a tokenizer of another kind", "model: its weights",
-    "world_size zero", "max_prompt_length out of range", "dialect misspelt",
+    "world_size zero", "max_prompt_length out of range", "dialect misspelled",
     "model: a vision model", "trl: --loss_type vespo --delta 4",
     "adapter: a rank that is a word", "adapter: an alpha of none", "adapter: a tensor too few",
     "reward: KeyboardInterrupt", "reward: a BaseException", "reward: a positional column", "reward: no arguments", "reward: :f",

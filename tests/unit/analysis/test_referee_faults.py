@@ -84,7 +84,7 @@ FAULTS = {
     "n for n - 1": ({}, {}, (SCORE, STD, "std_rewards = rewards.view(-1, num_generations).std(dim=1, unbiased=False)"), "advantages", "n instead of n - 1"),
     "batch deviation": ({}, {}, (SCORE, "std_rewards = std_rewards.repeat_interleave(num_generations, dim=0)", "std_rewards = nanstd(rewards).expand_as(rewards)"), "advantages", "deviation of the batch"),
     "not scaled": ({}, {}, (SCORE, 'if self.scale_rewards != "none":', "if False:"), "advantages", "not divided by a standard deviation"),
-    "not centred": ({}, {}, (SCORE, "advantages = rewards - mean_grouped_rewards", "advantages = rewards"), "advantages", "mean is not subtracted"),
+    "not centered": ({}, {}, (SCORE, "advantages = rewards - mean_grouped_rewards", "advantages = rewards"), "advantages", "mean is not subtracted"),
     "no reward weights": ({}, {}, (SCORE, "rewards = (rewards_per_func * self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)\n            rewards[unscorable_mask]", "rewards = rewards_per_func.nansum(dim=1)\n            rewards[unscorable_mask]"), "advantages", "reward_weights are not applied"),
     "small epsilon": ({}, {"small": True}, (SCORE, "advantages = advantages / (std_rewards + 1e-4)", "advantages = advantages / (std_rewards + 1e-6)"), "advantages", "1e-06 instead of 0.0001"),
     "correction twice": (VLLM, {}, (LOSS, CORRECT, CORRECT + ' * inputs["importance_sampling_ratio"]'), "loss", "applied twice"),

@@ -53,7 +53,7 @@ def test_launched_ranks_have_rank_variables_and_sys_path(run):
     assert run(act) == 0
 
 
-def test_lines_are_printed_by_the_calling_thread_and_without_colours(run, monkeypatch):
+def test_lines_are_printed_by_the_calling_thread_and_without_colors(run, monkeypatch):
     """Jupyter sets FORCE_COLOR, and shows what another thread prints below a later cell."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("CLICOLOR_FORCE", "1")

@@ -162,7 +162,7 @@ def test_a_manifest_that_cannot_be_read_is_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("change, says", [
     ({"format": 4}, "is of format 4, written by megatron_grpo 0.1.0; megatron_grpo 0.1.0 reads format 3"),
-    ({"colour": "red"}, "has the field 'colour', which is unknown to megatron_grpo 0.1.0"),
+    ({"color": "red"}, "has the field 'color', which is unknown to megatron_grpo 0.1.0"),
     ({"files": {}}, "lists no files"),
     ({"files": {"common.pt": 7}}, "no size or SHA-256 of common.pt"),
     ({"num_pending": "few"}, "`num_pending` is 'few'"),

@@ -87,7 +87,7 @@ def test_a_dangling_link_and_a_file_for_a_folder_are_refused_in_a_runs_own_folde
 
 def test_overwrite_output_dir_removes_only_files_of_a_run(tmp_path):
     as_a_run_leaves_it(tmp_path / "out")
-    theirs = ("notes.txt", "checkpoints/best_of_all/weights", "plots/mine.png", "hf/model.gguf", "completions/labelled.csv")
+    theirs = ("notes.txt", "checkpoints/best_of_all/weights", "plots/mine.png", "hf/model.gguf", "completions/labeled.csv")
     for name in theirs:
         put(tmp_path / "out" / name)
     remove_run(tmp_path / "out")

@@ -138,7 +138,7 @@ def test_samples_file_without_a_field_gives_its_default(tmp_path):
 
 
 @pytest.mark.parametrize("change, says", [
-    (lambda header: header["kinds"]["Row"].update(colour="str"), "the field Row.colour, which megatron_grpo 0.1.0 does not know"),
+    (lambda header: header["kinds"]["Row"].update(color="str"), "the field Row.color, which megatron_grpo 0.1.0 does not know"),
     (lambda header: header["kinds"].update(Column={}), "samples of the kind Column, which"),
     (lambda header: header["kinds"]["Row"].update(number="str"), "Row.number as str; in megatron_grpo 0.1.0 it is int"),
     (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads format 2"),

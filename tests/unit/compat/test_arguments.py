@@ -149,7 +149,7 @@ def test_translation_fallback_defaults_equal_class_defaults(system):
 
 @pytest.mark.parametrize("system", ["swift-megatron", "ms-swift", *SYSTEMS])
 def test_framework_rules_name_existing_settings_or_arguments(system):
-    """A condition on a misspelt name would never hold."""
+    """A condition on a misspelled name would never hold."""
     dialect = DIALECTS[system]
 
     def rules(rows) -> Iterator[dict]:

@@ -263,7 +263,7 @@ def test_row_tools_system_and_template_kwargs_apply_to_that_row_only(tmp_path, t
 @pytest.mark.parametrize(
     ("column", "sentence"),
     [
-        ({"chat_template_kwargs": {"colour": 1}}, "have `colour`, of which the model's chat template has no variable: a.jsonl line 2"),
+        ({"chat_template_kwargs": {"color": 1}}, "have `color`, of which the model's chat template has no variable: a.jsonl line 2"),
         ({"tools": "add"}, "have a `tools` of type str; for chats expected a list of JSON schemas. Rename it"),
         ({"prompt": [{"role": "system", "content": "a"}, *CHAT], "system": "b"}, "have a `system` that is not the system message of their"),
         ({"system": 5}, "have a `system` of type int; for chats expected a string"),

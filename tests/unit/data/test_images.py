@@ -94,8 +94,8 @@ def test_decode_image_makes_transparency_white_and_scales_sixteen_bits():
     assert set(np.asarray(decode_image(as_bytes(clear))).ravel()) == {255}
     in_palette = clear.convert("P")
     assert set(np.asarray(decode_image(as_bytes(in_palette, transparency=in_palette.getpixel((0, 0))))).ravel()) == {255}
-    grey = Image.fromarray(np.full((30, 30), 32768, dtype=np.uint16))
-    assert set(np.asarray(decode_image(as_bytes(grey))).ravel()) == {128}
+    gray = Image.fromarray(np.full((30, 30), 32768, dtype=np.uint16))
+    assert set(np.asarray(decode_image(as_bytes(gray))).ravel()) == {128}
     with pytest.raises(ImageError, match="floating-point"):
         decode_image(as_bytes(Image.fromarray(np.ones((30, 30), np.float32)), "TIFF"))
 

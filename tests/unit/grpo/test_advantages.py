@@ -61,7 +61,7 @@ def test_reinforce_plus_plus_needs_no_group():
 
 
 def test_gdpo_advantages_normalize_each_reward_before_summing():
-    """Equal totals: grpo sees nothing to choose, gdpo normalises each function first (here 10 x accuracy against format, weights 1)."""
+    """Equal totals: grpo sees nothing to choose, gdpo normalizes each function first (here 10 x accuracy against format, weights 1)."""
     rewards = [[[10.0, 0.0], [9.0, 1.0], [10.0, 0.0], [9.0, 1.0]], [[10.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]]
     assert of(rewards, (1.0, 1.0)).is_zero_std.tolist() == [True, False]
     result = of(rewards, (1.0, 0.5), advantage_estimator="gdpo")

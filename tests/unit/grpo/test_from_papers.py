@@ -67,7 +67,7 @@ def judged(rewards: np.ndarray, estimator: str) -> torch.Tensor:
 
 
 def paper(cfg: GrpoConfig, b: Batch) -> torch.Tensor:
-    """The loss that is to be minimised."""
+    """The loss that is to be minimized."""
     a, mask = judged(b.rewards, cfg.advantage_estimator), b.mask.clone()
     if cfg.overlong_filter:
         mask[b.truncated] = 0.0

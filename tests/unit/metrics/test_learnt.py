@@ -45,7 +45,7 @@ def test_learning_check_reports_run_without_weight_updates(records, sentence):
 
 
 def test_learning_check_ignores_steps_without_records():
-    assert learnt(ALIKE, ALIKE).nothing(3) == "", "the first may have learnt"
+    assert learnt(ALIKE, ALIKE).nothing(3) == "", "the first may have learned"
 
 
 def test_learning_check_reports_equal_rewards_for_group_relative_advantages_only():

@@ -254,8 +254,8 @@ def test_plots_are_drawn_from_logged_metrics(tmp_path):
     run(metrics, 1, 30, entropy=0.5, **{"completions/mean_length": 3.0, "time/rollout": 0.1, "time/train": 0.2, "kl": float("nan")})
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["entropy.png", "length.png", "reward.png", "step_time.png"]
     for path in (tmp_path / "plots").iterdir():
-        colours = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
-        assert len(np.unique(colours, axis=0)) > 20, path.name
+        colors = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
+        assert len(np.unique(colors, axis=0)) > 20, path.name
 
 
 def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):

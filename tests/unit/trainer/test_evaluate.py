@@ -126,7 +126,7 @@ def test_evaluation_digest_changes_with_every_input():
     [
         ("--eval_dataset x.jsonl", {"eval": "x.jsonl"}, 1, 0.0),
         ("--eval_dataset x.jsonl --num_generations_eval 4", {"eval": "x.jsonl"}, 4, 0.7),
-        ("--eval_dataset x.jsonl --tools a.py:f", {"eval": "x.jsonl"}, 8, 0.7),  # trap 18: greedily a model may look learnt at the start
+        ("--eval_dataset x.jsonl --tools a.py:f", {"eval": "x.jsonl"}, 8, 0.7),  # trap 18: greedily a model may look trained at the start
         ("--eval_dataset x.jsonl --eval_temperature 1", {"eval": "x.jsonl"}, 8, 1.0),
         ("--eval_datasets a=x.jsonl b=y=1.jsonl", {"a": "x.jsonl", "b": "y=1.jsonl"}, 8, 0.7),
         ("--eval_datasets a=x.jsonl --eval_temperature 0", {"a": "x.jsonl"}, 1, 0.0),
