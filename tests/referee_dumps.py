@@ -41,9 +41,9 @@ def spoiled(base: type, faults: dict[str, tuple[str, str]]) -> type:
 
 def trainer_class(faults: dict[str, tuple[str, str]]) -> type:
     """TRL's trainer on tables of log-probs, with faults, under the hook of the page."""
-    from tests.unit.grpo.test_against_trl import TablesForAModel
+    from tests.unit.grpo.test_against_trl import TableLogprobTrainer
 
-    class OfRows(TablesForAModel):
+    class OfRows(TableLogprobTrainer):
         """The first token of a prompt says which row it is."""
 
         def _generate(self, prompts):

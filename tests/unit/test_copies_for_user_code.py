@@ -251,12 +251,12 @@ def test_rollout_func_requests_receive_row_and_prompt_copies():
 
 
 def test_callbacks_receive_separate_metric_copies():
-    class Takes:
+    class EditingCallback:
         def on_log(self, args, state, control, logs):
             seen.append(logs.pop("reward"))
 
     seen: list[float] = []
-    CallbackHandler([Takes(), Takes()], None).listen(1, {"num_tokens": 8, "reward": 0.5})
+    CallbackHandler([EditingCallback(), EditingCallback()], None).listen(1, {"num_tokens": 8, "reward": 0.5})
     assert seen == [0.5, 0.5]
 
 

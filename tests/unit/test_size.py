@@ -25,7 +25,7 @@ def test_code_line_count_excludes_comments_docstrings_and_blanks():
     assert size_ledger.docstring_lines(source) == {1, 2, 3, 9}
 
 
-class Toy:
+class ToyRepository:
     """A repository with a package of two files and a ledger that each commit updates."""
 
     def __init__(self, root: Path):
@@ -56,7 +56,7 @@ class Toy:
 
 @pytest.fixture
 def toy(tmp_path):
-    toy = Toy(tmp_path)
+    toy = ToyRepository(tmp_path)
     toy.commit("all: begin", {CORE: 100, RUN: 200})
     return toy
 
@@ -185,7 +185,7 @@ def test_size_ledger_other_figures_rise_with_reason(toy):
 
 
 def test_size_ledger_without_core_checks_figures_only(tmp_path):
-    toy = Toy(tmp_path)
+    toy = ToyRepository(tmp_path)
     toy.commit("all: begin", {RUN: 200})
     toy.commit("run: grow", {RUN: 250})
     problems, notes = size_ledger.check(tmp_path)
@@ -206,11 +206,11 @@ def test_size_ledger_merge_counts_messages_of_merged_commits(toy, paid):
     assert len(toy.problems()) == (0 if paid else 1)
 
 
-def clone(toy: Toy, at: Path, *words: str) -> None:
+def clone(toy: ToyRepository, at: Path, *words: str) -> None:
     toy.git("clone", "-q", *words, f"file://{toy.root}", str(at))
 
 
-def archive(toy: Toy, at: Path) -> None:
+def archive(toy: ToyRepository, at: Path) -> None:
     at.mkdir()
     toy.git("archive", "--output", f"{at}.tar", "HEAD")
     subprocess.run(["tar", "-C", at, "-xf", f"{at}.tar"], check=True)

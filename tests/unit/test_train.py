@@ -37,8 +37,8 @@ from megatron_grpo.core.types import ScoredGroup
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator
 from tests.scripted_engine import ScriptedEngine
-from tests.unit.batching.test_schedule import Walk, table_of
-from tests.unit.trainer.test_rollouts import OneRank, Stream
+from tests.unit.batching.test_schedule import NaiveSchedule, table_of
+from tests.unit.trainer.test_rollouts import NumberedPrompts, SingleRankState
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)
 
@@ -75,7 +75,7 @@ class Killed(Exception):
 
 
 @dataclass
-class Policy:
+class CountingPolicy:
     """A policy whose weights are the number of applied optimizer steps. refuses: steps that the gradient check skips."""
 
     cut: BatchPartitioner
@@ -92,7 +92,7 @@ class Policy:
         token_weights=lambda num_masked, **flags: token_weights(num_masked, loss_type="dapo", max_completion_length=2, **flags),
     )
 
-    parallel = OneRank()
+    parallel = SingleRankState()
 
     @property
     def scorer(self):
@@ -167,7 +167,7 @@ class RecordingLogger:
 
 
 @dataclass
-class Disk:
+class MemoryDisk:
     """The last checkpoint: progress, prompts and serialized samples."""
 
     every: int
@@ -241,7 +241,7 @@ class Case:
         """Sampling step -> rollouts."""
         found: dict[int, list[int]] = {}
         a, w, mu = self.sizes
-        for rollout, step in Walk(a, w, mu, self.num_steps * a // (w * mu) + 2, self.epoch).sampled_at.items():
+        for rollout, step in NaiveSchedule(a, w, mu, self.num_steps * a // (w * mu) + 2, self.epoch).sampled_at.items():
             if step < self.num_steps:
                 found.setdefault(step, []).append(rollout)
         return found
@@ -249,11 +249,11 @@ class Case:
 
 def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
     """({step: rows as they were trained}, {step: score of its evaluation}, batches), over all processes that it took."""
-    disk, ends = Disk(every=case.save_every), dict(case.ends)
+    disk, ends = MemoryDisk(every=case.save_every), dict(case.ends)
     trained, evaluated, batches = {}, {}, []
     for _ in range(len(ends) + 1):
         last, how = min(ends.items(), default=(case.num_steps, ""))
-        policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), RecordingLogger()
+        policy, logger = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), RecordingLogger()
         try:
             train(run_of(case, policy, logger, disk, is_dropped_at=last if how == "drop" else None,
                          is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
@@ -270,8 +270,8 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
 
 
 @dataclass
-class Stop:
-    policy: Policy
+class ScriptedStop:
+    policy: CountingPolicy
     logger: RecordingLogger
 
     def is_requested(self, all_reduce_max) -> bool:
@@ -287,7 +287,13 @@ class Stop:
 
 
 def run_of(
-    case: Case, policy: Policy, logger: RecordingLogger, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None
+    case: Case,
+    policy: CountingPolicy,
+    logger: RecordingLogger,
+    disk: MemoryDisk,
+    *,
+    is_dropped_at: int | None,
+    is_given_up_at: int | None = None,
 ) -> Run:
     """A process. is_dropped_at, is_given_up_at: the step whose signal finds something under way that does not end by itself."""
     launched_before = is_given_up_at if is_dropped_at is None else is_dropped_at + 1
@@ -299,17 +305,17 @@ def run_of(
         return answer(prompt, place, version, case.refused)
 
     disk.stuck, disk.opened = stuck, threading.Event()
-    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, logger)
+    engine, stream, stop = ScriptedEngine(slow), NumberedPrompts(), ScriptedStop(policy, logger)
     engine.should_cancel = stop.should_cancel
     generator = RolloutGenerator(
         engine, ConstantRewards(), sampling=SAMPLING, seed=0, timers=logger.timers, sync_again=lambda: pytest.fail("pushed again")
     )
     return Run(
-        schedule=case.table, parallel=OneRank(), policy=policy, engine=engine, weight_sync=VersionSync(engine), prompts=stream,
+        schedule=case.table, parallel=SingleRankState(), policy=policy, engine=engine, weight_sync=VersionSync(engine), prompts=stream,
         rollouts=Rollouts(generator, stream, cfg=case.grpo, schedule=case.table, policy=policy, logger=logger),
         checkpoints=disk, logger=logger, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
         max_skipped_steps=case.max_skipped_steps, stop=stop, step_callback=lambda step, buffer: nullcontext(),
-        evaluator=Evaluator(EvaluationSpec(sets={"eval": Stream().take(3)} if case.eval_every else {},
+        evaluator=Evaluator(EvaluationSpec(sets={"eval": NumberedPrompts().take(3)} if case.eval_every else {},
                                            sampling=SAMPLING.greedy(), score="r"), engine, ConstantRewards(),
                             eval_steps=case.eval_every, last_step=case.num_steps),
     )  # fmt: skip
@@ -318,7 +324,7 @@ def run_of(
 def slowly(case: Case) -> dict:
     """{step: {row: [(version by its tokens, by its log-probs, old log-prob, token weight, advantage) for each time it is trained]}}."""
     a, w, mu = case.sizes
-    stream, engine, rows, fresh, by = Stream(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
+    stream, engine, rows, fresh, by = NumberedPrompts(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
 
     def ask(prompts):
         return [GroupMetadata.from_group(one) for one in ConstantRewards()(engine.generate(prompts, SAMPLING, seed=0), positions=[])]
@@ -337,7 +343,7 @@ def slowly(case: Case) -> dict:
             rows |= {(number, 2 * place + i): worth[place, i] for place in range(w) for i in range(2)}
             fresh[number], by[number] = step, version
     trained: dict[int, dict] = {}
-    walk = Walk(a, w, mu, case.num_steps * a // (w * mu) + 2, case.epoch).rows
+    walk = NaiveSchedule(a, w, mu, case.num_steps * a // (w * mu) + 2, case.epoch).rows
     for number, _, j, _, step in walk:
         if step >= case.num_steps:
             break
@@ -399,11 +405,11 @@ def test_training_loop_equals_naive_loop_for_any_save_and_stop(size, num_steps, 
 @given(sizes, st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3)), min_size=2, max_size=4), st.sampled_from(["auto", "rollout"]))
 def test_training_loop_resumes_with_other_depth_and_more_steps(size, parts, old):
     """parts: (depth, further steps). Every row is trained as often as it is to be, by weights that its rollout's step may have."""
-    disk, trained, end = Disk(every=0), {}, 0
+    disk, trained, end = MemoryDisk(every=0), {}, 0
     for depth, steps in parts:
         end += steps
         case = Case(size, end, depth=depth, old_logprobs=old)
-        policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
+        policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
         train(run_of(case, policy, RecordingLogger(), disk, is_dropped_at=None))
         trained |= policy.trained
     once = slowly(Case(size, end, depth=0, old_logprobs=old))
@@ -425,8 +431,8 @@ def test_training_loop_resumes_with_other_depth_and_more_steps(size, parts, old)
 @pytest.mark.parametrize("save_every", [0, 1], ids=["at its step", "at a save"])
 def test_training_loop_without_servers_saves_without_pending_samples(save_every):
     """The flight that was launched at step 2 finds no servers; the next process samples its rollout anew."""
-    case, disk = Case((2, 4, 1), 8, save_every=save_every), Disk(every=save_every)
-    policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), RecordingLogger()
+    case, disk = Case((2, 4, 1), 8, save_every=save_every), MemoryDisk(every=save_every)
+    policy, logger = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2)), RecordingLogger()
     run = run_of(case, policy, logger, disk, is_dropped_at=None)
     answers, run.engine._answer = run.engine._answer, lambda *asked: lost(*asked)
 
@@ -439,7 +445,7 @@ def test_training_loop_without_servers_saves_without_pending_samples(save_every)
         train(run)
     assert len(logger.batches) == disk.saved[0].step == 4 - save_every
     assert disk.saved[0].num_prompts == disk.saved[3]["taken"] == 8
-    again = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
+    again = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
     train(run_of(case, again, RecordingLogger(), disk, is_dropped_at=None))
     assert policy.trained | again.trained == slowly(replace(case, ends=((2, "drop"),), save_every=0))
 
@@ -447,12 +453,12 @@ def test_training_loop_without_servers_saves_without_pending_samples(save_every)
 def test_training_loop_launches_all_rollouts_of_a_sampling_step():
     """Three rollouts to two steps: sometimes two come in together, and neither asks a prompt when it does."""
     case, logger = Case((3, 2, 1), 8), RecordingLogger()
-    run = run_of(case, Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), logger, Disk(every=0), is_dropped_at=None)
+    run = run_of(case, CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2)), logger, MemoryDisk(every=0), is_dropped_at=None)
     asked, generate = [], run.engine.generate
     run.engine.generate = lambda prompts, *rest, **more: asked.append(len(prompts)) or generate(prompts, *rest, **more)
     train(run)
     assert max(map(len, case.comes_in.values())) == 2 and asked == [2] * len(case.comes_in[0])
-    run.rollouts.generator(Stream(4).take(4))  # prompts of an earlier flight, as after a round that gave some back
+    run.rollouts.generator(NumberedPrompts(4).take(4))  # prompts of an earlier flight, as after a round that gave some back
     assert asked[-1] == 4
 
 
@@ -467,8 +473,12 @@ def test_training_loop_retrains_skipped_rows_against_their_start_version(size, r
 
 def test_training_loop_raises_after_consecutive_skips_with_last_good_checkpoint():
     """Steps 2, 4, 5 and 6 are refused: the third in a row is step 6, the seventh. Rollout r has prompts 2r and 2r + 1, two rows each."""
-    case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), RecordingLogger()
-    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
+    case, disk, logger = (
+        Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3),
+        MemoryDisk(every=1),
+        RecordingLogger(),
+    )
+    policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
     with pytest.raises(
         RunError,
         match=r"3 optimizer steps in a row were skipped .*step 7, this is a test.*2; continue with --resume checkpoint 2",
@@ -484,8 +494,8 @@ def test_training_loop_raises_after_consecutive_skips_with_last_good_checkpoint(
 
 def test_training_loop_raises_on_non_finite_weights_with_last_good_checkpoint():
     """Not after `max_skipped_steps`, nor at the next push: the weights of every later step would be the same."""
-    case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({4}), max_skipped_steps=3), Disk(every=1), RecordingLogger()
-    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
+    case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({4}), max_skipped_steps=3), MemoryDisk(every=1), RecordingLogger()
+    policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
     step = policy.train_step
 
     def train_step(batch, beside=None):
@@ -507,8 +517,8 @@ def test_training_loop_raises_on_non_finite_weights_with_last_good_checkpoint():
 
 
 def test_training_loop_raises_on_sync_of_non_finite_weights():
-    case, disk = Case((1, 2, 1), 9, depth=0), Disk(every=1)
-    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
+    case, disk = Case((1, 2, 1), 9, depth=0), MemoryDisk(every=1)
+    policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
     run = run_of(case, policy, RecordingLogger(), disk, is_dropped_at=None)
     push = run.weight_sync.sync_weights
 
@@ -530,7 +540,7 @@ def test_training_loop_counts_consecutive_skips_across_resume():
         run_to_its_end(case)
 
 
-class Penalty:
+class CurrentWeightsPenalty:
     """A replacement of `rollouts.KlPenalty` that scores by the policy's current weights."""
 
     def __init__(self, policy):
@@ -545,11 +555,11 @@ class Penalty:
 @pytest.mark.parametrize(("depth", "save_every"), [(0, 0), (1, 0), (1, 1), (1, 4)])
 def test_training_loop_reuses_penalty_scores_as_old_logprobs_in_same_step(depth, save_every):
     case = Case((2, 8, 1), 12, depth=depth, save_every=save_every)
-    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-    run = run_of(case, policy, RecordingLogger(), Disk(every=save_every), is_dropped_at=None)
-    run.rollouts.penalty = Penalty(policy)
+    policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
+    run = run_of(case, policy, RecordingLogger(), MemoryDisk(every=save_every), is_dropped_at=None)
+    run.rollouts.penalty = CurrentWeightsPenalty(policy)
     scored = []
-    policy.logprobs = lambda micro_batches: scored.append(policy.version) or Policy.logprobs(policy, micro_batches)
+    policy.logprobs = lambda micro_batches: scored.append(policy.version) or CountingPolicy.logprobs(policy, micro_batches)
     train(run)
     assert policy.trained == slowly(case)
     # A save after every step takes rollouts in at steps 1, 5 and 9, before their own: 4 and 8 score them again.

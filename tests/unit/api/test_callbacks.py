@@ -30,14 +30,14 @@ class Recorder:
         self.calls.append(("end", state.global_step, len(state.log_history)))
 
 
-class OnlyLogs:
+class LogOnlyCallback:
     def on_log(self, args, state, control, logs=None, **kwargs):
         assert args == "args"
 
 
 def test_callback_handler_calls_existing_methods_in_order():
     recorder = Recorder()
-    callbacks = CallbackHandler([recorder, OnlyLogs()], "args")
+    callbacks = CallbackHandler([recorder, LogOnlyCallback()], "args")
     callbacks.begin(2)
     assert not callbacks.listen(0, SCORES) and not callbacks.listen(1, STEP)
     callbacks.end()

@@ -26,7 +26,7 @@ def is_fit(text, most):
     return all(one.isprintable() for one in text) and TOKEN not in text and len(text) <= most
 
 
-class Silent(Exception):
+class UnprintableError(Exception):
     def __str__(self):
         raise RuntimeError("no words")
 
@@ -42,7 +42,7 @@ def test_one_line_removes_control_characters_and_secrets_and_limits_length(monke
     assert is_fit(one_line(NASTY * 10**6), 5 * 500) and len(one_line("x" * 10**8)) == 503
     # One that stands across the end is not cut into a piece that could be read.
     assert all("a-token" not in one_line("x" * (500 - n) + TOKEN, max_characters=500) for n in range(len(TOKEN)))
-    assert one_line(Silent()) == one_line(Silent(), repr) == "" and one_line("one\ntwo", first_line) == "one"
+    assert one_line(UnprintableError()) == one_line(UnprintableError(), repr) == "" and one_line("one\ntwo", first_line) == "one"
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def loud(completions):
 
 
 def mute(completions):
-    raise Silent
+    raise UnprintableError
 
 
 def leaves(completions):
@@ -115,7 +115,7 @@ def returns_a_book(completions):
 
 
 def returns_what_has_no_words(completions):
-    return [Silent() for _ in completions]
+    return [UnprintableError() for _ in completions]
 
 
 @pytest.mark.parametrize("function", [loud, mute, leaves, returns_a_book, returns_what_has_no_words])

@@ -35,7 +35,7 @@ def table_of(size: tuple[int, int, int], num_steps: int | None = None, *, epoch:
     return TrainingSchedule(sizes, num_steps, num_prompts, drops_last=True) if epoch else TrainingSchedule(sizes, num_steps)
 
 
-class Walk:
+class NaiveSchedule:
     """A naive simulation: sample when no samples are pending, train, and step every A micro-steps.
 
     With `epoch` rollouts per epoch, it also tracks where epochs end.
@@ -87,7 +87,7 @@ class Walk:
 def test_schedule_rollouts_that_straddle_steps_equal_published_example(a, w, mu, num_rollouts, expected):
     table = TrainingSchedule(sizes_of(a, w, mu))
     rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
-    assert sorted({row.rollout for row in rows if row.staleness}) == expected == Walk(a, w, mu, num_rollouts).straddling()
+    assert sorted({row.rollout for row in rows if row.staleness}) == expected == NaiveSchedule(a, w, mu, num_rollouts).straddling()
 
 
 def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
@@ -115,7 +115,7 @@ epochs = st.integers(0, 5)
 @settings(max_examples=400)
 @given(sizes, st.integers(1, 12), epochs)
 def test_schedule_micro_steps_equal_naive_walk(size, num_rollouts, epoch):
-    table, walk = table_of(size, epoch=epoch), Walk(*size, num_rollouts, epoch)
+    table, walk = table_of(size, epoch=epoch), NaiveSchedule(*size, num_rollouts, epoch)
     for s, (rollout, pass_index, slice_index, sampled, trained) in enumerate(walk.rows):
         row = table.micro_step(s)
         assert (row.rollout, row.pass_index, row.slice_index) == (rollout, pass_index, slice_index)
@@ -129,7 +129,7 @@ def test_schedule_micro_steps_equal_naive_walk(size, num_rollouts, epoch):
 def test_schedule_forward_only_passes_equal_those_of_naive_walk(size, num_steps, epoch):
     a, w, mu = size
     table = table_of(size, num_steps, epoch=epoch)
-    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)
+    walk = NaiveSchedule(a, w, mu, num_steps * a // (w * mu) + 2, epoch)
     old_logprob_slices = [anchor for step in table.from_step(0) for anchor in step.old_logprob_slices]
     assert len(old_logprob_slices) == len(set(old_logprob_slices))
     assert set(old_logprob_slices) == walk.forwards_needed(num_steps)
@@ -143,7 +143,7 @@ def test_schedule_forward_only_passes_equal_those_of_naive_walk(size, num_steps,
 @settings(max_examples=200)
 @given(sizes, st.integers(1, 12), epochs)
 def test_schedule_with_old_logprobs_always_recomputes_every_stale_slice_and_keeps_none(size, num_rollouts, epoch):
-    timed, walk = table_of(size, epoch=epoch, old_logprobs="always"), Walk(*size, num_rollouts, epoch)
+    timed, walk = table_of(size, epoch=epoch, old_logprobs="always"), NaiveSchedule(*size, num_rollouts, epoch)
     steps = list(replace(timed, num_steps=walk.rows[-1][-1] + 1).from_step(0))
     stale = {(r, j) for r, _, j, sampled, trained in walk.rows if sampled != trained}
     assert {anchor for step in steps for anchor in step.old_logprob_slices if anchor[0] < num_rollouts} == stale
@@ -180,7 +180,9 @@ def test_schedule_provides_every_old_logprob_and_drops_it_after_last_use(size, n
     table = table_of(size, num_steps, epoch=epoch, old_logprobs=old_logprobs)
     pending: dict[tuple[int, int], int] = {}  # slice -> version that sampled it
     stored: dict[tuple[int, int], int] = {}  # slice -> version of its log-probs
-    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)  # to the last use of every rollout that the run samples, and beyond
+    walk = NaiveSchedule(
+        a, w, mu, num_steps * a // (w * mu) + 2, epoch
+    )  # to the last use of every rollout that the run samples, and beyond
     uses = [(r, j, trained) for r, _, j, _, trained in walk.rows]
     sampled_rollouts = 0
     for step in table.from_step(0):
@@ -247,7 +249,7 @@ def test_schedule_late_step_takes_no_longer_than_first():
 def test_schedule_epoch_ends_with_last_training_of_its_last_prompt(size, num_prompts):
     a, w, mu = size
     sizes = sizes_of(a, w, mu)
-    walk = Walk(a, w, mu, num_prompts // sizes.num_rollout_prompts + 2)
+    walk = NaiveSchedule(a, w, mu, num_prompts // sizes.num_rollout_prompts + 2)
     last = max(
         s
         for s, (r, i, j, *_) in enumerate(walk.rows)

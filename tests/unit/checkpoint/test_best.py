@@ -11,7 +11,7 @@ from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFinger
 from megatron_grpo.run.checkpoint.output_files import BestCheckpoint
 
 
-class Run:
+class CheckpointingRun:
     """Saves a checkpoint and reports a metric per step as the loop does: training metrics before the save, evaluations after it."""
 
     def __init__(self, path, *, greater=True, limit=2, metric="reward"):
@@ -43,7 +43,7 @@ class Run:
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(("greater", "best", "limit", "kept"), [(True, 2, 2, [2, 5]), (False, 4, 1, [4, 5]), (False, 4, 3, [3, 4, 5])])
 def test_best_checkpoint_is_retained_within_save_total_limit(tmp_path, evaluates, greater, best, limit, kept):
-    run = Run(tmp_path, greater=greater, limit=limit).go({1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.4}, evaluates=evaluates)
+    run = CheckpointingRun(tmp_path, greater=greater, limit=limit).go({1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.4}, evaluates=evaluates)
     assert run.folder.steps() == kept
     assert (run.written["best_global_step"], run.written["best_metric"]) == (best, 0.9 if greater else 0.1)
     assert run.written["best_model_checkpoint"] == str(run.folder.directory(best)) and len(run.said) == 2
@@ -51,7 +51,7 @@ def test_best_checkpoint_is_retained_within_save_total_limit(tmp_path, evaluates
 
 
 def test_best_checkpoint_uses_metric_of_its_own_step_only(tmp_path):
-    run = Run(tmp_path)
+    run = CheckpointingRun(tmp_path)
     run.best.record(0, {"reward": 9.0})
     for step, told in ((1, {"loss": 0.1}), (2, {"reward": None}), (3, {"reward": float("nan")})):
         run.best.record(step, told)
@@ -64,8 +64,8 @@ def test_best_checkpoint_uses_metric_of_its_own_step_only(tmp_path):
 
 
 def test_best_checkpoint_after_resume_ignores_abandoned_steps(tmp_path):
-    Run(tmp_path, limit=None).go({1: 0.5, 2: 0.3, 3: 0.9})
-    later = Run(tmp_path, limit=None)
+    CheckpointingRun(tmp_path, limit=None).go({1: 0.5, 2: 0.3, 3: 0.9})
+    later = CheckpointingRun(tmp_path, limit=None)
     later.best.resume(2, is_saved=True)
     assert later.best.step == 1
     later.best.record(3, {"reward": 0.7})
@@ -75,11 +75,11 @@ def test_best_checkpoint_after_resume_ignores_abandoned_steps(tmp_path):
 
 
 def test_best_checkpoint_after_metric_change_is_searched_again(tmp_path):
-    Run(tmp_path).go({1: 0.5})
-    other = Run(tmp_path, metric="eval/mean@1")
+    CheckpointingRun(tmp_path).go({1: 0.5})
+    other = CheckpointingRun(tmp_path, metric="eval/mean@1")
     other.best.resume(1, is_saved=True)
     assert other.best.step is None and "from now on, the best checkpoint is selected by eval/mean@1" in other.said[0]
     (tmp_path / "checkpoints/best.json").write_text('{"values": {"x": 1}}')
-    same = Run(tmp_path)
+    same = CheckpointingRun(tmp_path)
     same.best.resume(1, is_saved=True)
     assert same.best.step is None

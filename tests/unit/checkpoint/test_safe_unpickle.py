@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 from megatron_grpo.run.checkpoint.safe_unpickle import UnsafePickleError, refuse_extra_state, without_code_execution
 
 
-class Runs:
+class DirectoryCreatingPickle:
     """A pickle that creates a directory when loaded."""
 
     def __init__(self, path):
@@ -54,7 +54,7 @@ def change_metadata(folder, change):
 
 def evil_metadata(folder, proof):
     def change(metadata):
-        metadata.planner_data = Runs(proof)
+        metadata.planner_data = DirectoryCreatingPickle(proof)
 
     change_metadata(folder, change)
 
@@ -62,7 +62,7 @@ def evil_metadata(folder, proof):
 def evil_object_for_a_tensor(folder, proof):
     """What was a tensor, which is read as data, becomes an object, which is not."""
     stream = io.BytesIO()
-    torch.save(Runs(proof), stream)
+    torch.save(DirectoryCreatingPickle(proof), stream)
     (folder / "__0_0.distcp").write_bytes(stream.getvalue())
 
     def change(metadata):
@@ -75,7 +75,7 @@ def evil_object_for_a_tensor(folder, proof):
 
 
 def evil_common(folder, proof):
-    torch.save(Runs(proof), folder / "common.pt")
+    torch.save(DirectoryCreatingPickle(proof), folder / "common.pt")
 
 
 @pytest.mark.parametrize("attack", [evil_metadata, evil_object_for_a_tensor, evil_common])
@@ -108,7 +108,7 @@ def test_safe_unpickle_rejects_globals_with_side_effects(checkpoint, module, nam
         dcp.FileSystemReader(checkpoint).read_metadata()
 
 
-class Asks:
+class GetattrPickle:
     """Pickled as `getattr(of, name)`, as Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles an enum member."""
 
     def __init__(self, of, name):
@@ -121,7 +121,7 @@ class Asks:
 @pytest.mark.parametrize(("of", "name"), [(MetadataIndex, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), ("text", "format")])
 def test_safe_unpickle_allows_getattr_for_enum_members_only(checkpoint, of, name):
     def change(metadata):
-        metadata.planner_data = Asks(of, name)
+        metadata.planner_data = GetattrPickle(of, name)
 
     change_metadata(checkpoint, change)
     with pytest.raises(UnsafePickleError, match=f"asks for '{name}'"), without_code_execution(checkpoint):
@@ -130,7 +130,7 @@ def test_safe_unpickle_allows_getattr_for_enum_members_only(checkpoint, of, name
 
 def test_safe_unpickle_reads_enum_members_of_every_pickle_form(checkpoint):
     def change(metadata):
-        metadata.planner_data = Asks(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
+        metadata.planner_data = GetattrPickle(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
 
     change_metadata(checkpoint, change)
     with without_code_execution(checkpoint):
@@ -157,7 +157,7 @@ def test_no_file_of_a_checkpoint_is_a_link_to_one_outside(checkpoint, tmp_path, 
         read(checkpoint)
 
 
-class Builds:
+class StateSettingPickle:
     """Pickled as a class whose attributes are set, in the way in which pickle sets those of an object."""
 
     def __init__(self, kind, **attributes):
@@ -170,13 +170,13 @@ class Builds:
 
 
 class Writer(pickle._Pickler):
-    dispatch = {**pickle._Pickler.dispatch, Builds: lambda self, builds: builds.save(self)}
+    dispatch = {**pickle._Pickler.dispatch, StateSettingPickle: lambda self, builds: builds.save(self)}
 
 
 @pytest.mark.parametrize(
     "builds",
-    [Builds(MetadataIndex, __eq__=torch.Size), Builds(torch.Size, fields=1), Builds(MetadataIndex("a"), __class__=BytesStorageMetadata),
-     Builds(MetadataIndex("a"), unknown=1)],
+    [StateSettingPickle(MetadataIndex, __eq__=torch.Size), StateSettingPickle(torch.Size, fields=1),
+     StateSettingPickle(MetadataIndex("a"), __class__=BytesStorageMetadata), StateSettingPickle(MetadataIndex("a"), unknown=1)],
 )  # fmt: skip
 def test_safe_unpickle_rejects_state_of_other_classes(checkpoint, builds):
     metadata, stream = pickle.loads((checkpoint / ".metadata").read_bytes()), io.BytesIO()

@@ -231,7 +231,7 @@ def test_the_hubs_data_sets_are_read_by_the_same_rule(tmp_path):
 # ---- columns and settings of prompts
 
 
-class Template:
+class TemplateTokenizer:
     """A tokenizer whose tokens are the bytes of the rendered template."""
 
     chat_template = "{{ tools }} {{ enable_thinking }}"
@@ -244,7 +244,9 @@ class Template:
 
 
 def shown(tmp_path, *rows, **settings):
-    stream = open_stream(DataConfig(dataset=write(tmp_path / "a.jsonl", lines(*rows)), **settings), Template(), seed=0, shuffle=False)
+    stream = open_stream(
+        DataConfig(dataset=write(tmp_path / "a.jsonl", lines(*rows)), **settings), TemplateTokenizer(), seed=0, shuffle=False
+    )
     return [json.loads(bytes(prompt.token_ids)) for prompt in stream.take(len(rows))], stream
 
 

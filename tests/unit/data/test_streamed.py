@@ -19,7 +19,7 @@ from tests.unit.data.test_images import EYES, SmallTokenizer
 ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]
 
 
-class Letters:
+class LetterTokenizer:
     """A tokenizer with one token per letter."""
 
     chat_template = None
@@ -44,7 +44,7 @@ def config(dataset: str, block: int = 4, **settings) -> DataConfig:
 
 
 def opened(dataset: str, block: int = 4, *, seed: int = 7, **settings) -> StreamedPrompts:
-    stream = open_stream(config(dataset, block, **settings), Letters(), seed=seed)
+    stream = open_stream(config(dataset, block, **settings), LetterTokenizer(), seed=seed)
     assert isinstance(stream, StreamedPrompts)
     return stream
 
@@ -59,10 +59,10 @@ def answers(prompts) -> list[int]:
 @pytest.mark.parametrize("shuffles", [True, False])
 def test_streaming_with_one_block_equals_no_streaming(tmp_path, shuffles):
     path = write(tmp_path / "a.jsonl")
-    whole = open_stream(DataConfig(dataset=path, dataset_shuffle=shuffles), Letters(), seed=7)
+    whole = open_stream(DataConfig(dataset=path, dataset_shuffle=shuffles), LetterTokenizer(), seed=7)
     assert opened(path, block=50, dataset_shuffle=shuffles).take(70) == whole.take(70)
     assert opened(path, block=23, dataset_shuffle=shuffles).take(70) == open_stream(
-        DataConfig(dataset=path, dataset_shuffle=shuffles), Letters(), seed=7
+        DataConfig(dataset=path, dataset_shuffle=shuffles), LetterTokenizer(), seed=7
     ).take(70), "also where the file ends with the block"
 
 
@@ -137,7 +137,7 @@ def mixture(tmp_path: Path, **settings) -> DataConfig:
 @pytest.mark.parametrize("ends", ["first_exhausted", "all_exhausted"])
 def test_streaming_mixes_datasets_as_without_streaming(tmp_path, weights, ends):
     cfg = mixture(tmp_path, interleave_prob=weights, stopping_strategy=ends, dataset_shuffle=False)
-    whole = open_stream(replace(cfg, streaming=False), Letters(), seed=0)
+    whole = open_stream(replace(cfg, streaming=False), LetterTokenizer(), seed=0)
     source = open_sets(cfg, [cfg.dataset, *cfg.further_datasets], "dataset")
     read = list(source(None))
     assert abs(len(read) - len(whole)) <= (1 if weights else 0)
@@ -211,7 +211,7 @@ def test_streaming_reads_and_buffers_no_more_than_needed(tmp_path):
 def test_streaming_resume_with_other_order_is_rejected(tmp_path):
     path = write(tmp_path / "a.jsonl")
     state = opened(path).state()
-    whole = open_stream(DataConfig(dataset=path), Letters(), seed=7)
+    whole = open_stream(DataConfig(dataset=path), LetterTokenizer(), seed=7)
     for other, flag in ((opened(path, seed=8), "seed"), (opened(path, dataset_shuffle=False), "dataset_shuffle"),
                         (opened(path, block=5), "shuffle_buffer_size"), (whole, "streaming")):  # fmt: skip
         assert [problem.flags for problem in other.problems_with(state)] == [(flag,)]
@@ -247,14 +247,14 @@ def test_streaming_rows_changed_during_run_raise(tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"interleave_prob": [1.0, 1.0], "stopping_strategy": "all_exhausted"}])
 def test_streaming_dataset_that_shrinks_raises_and_is_rejected_on_resume(tmp_path, settings):
     cfg = mixture(tmp_path, **settings) if settings else config(f"{write(tmp_path / 'b.jsonl', ROWS[:7])}#50")
-    stream = open_stream(cfg, Letters(), seed=7)
+    stream = open_stream(cfg, LetterTokenizer(), seed=7)
     stream.take(9)
     state = json.loads(json.dumps(stream.state()))
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(RowsError, match="has fewer rows than when this run last read it.*Fix these rows"):
         stream.take(30)
     write(tmp_path / "b.jsonl", ROWS[:7])
-    after = open_stream(cfg, Letters(), seed=7)
+    after = open_stream(cfg, LetterTokenizer(), seed=7)
     (tmp_path / "b.jsonl").write_text("")
     [problem] = after.problems_with(state)
     assert "has fewer rows than when this run last read it" in problem.message
@@ -344,7 +344,7 @@ def test_rows_that_are_left_out_for_their_length_are_counted(tmp_path, caplog):
     assert "3 of rows 0 to 4 are longer than max_prompt_length" in caplog.text and "3 so far" in caplog.text
     assert "3 of rows 5 to 9 are longer than max_prompt_length" in caplog.text and "6 so far" in caplog.text
     assert stream.state()["marks"][-1]["left_out"] == 16, "13 of the first epoch, 3 of the second one's first block"
-    whole = open_stream(DataConfig(dataset=path, max_prompt_length=2, truncation_strategy="delete"), Letters(), seed=7)
+    whole = open_stream(DataConfig(dataset=path, max_prompt_length=2, truncation_strategy="delete"), LetterTokenizer(), seed=7)
     assert opened(path, max_prompt_length=2, truncation_strategy="delete", block=23).take(30) == whole.take(30)
     late = write(tmp_path / "b.jsonl", [{"prompt": "long", "answer": n} for n in range(9)] + [{"prompt": "a", "answer": 9}])
     assert answers(opened(late, max_prompt_length=2, truncation_strategy="delete", block=3).take(3)) == [9, 9, 9]

@@ -39,7 +39,7 @@ def data(tmp_path):
     return path
 
 
-class Counted:
+class CountingTokenizer:
     """A tokenizer that counts how often a row is tokenized."""
 
     def __init__(self, tokenizer):
@@ -55,7 +55,7 @@ class Counted:
 
 def opened(data, model, **settings):
     """(prompts of an epoch, how often the tokenizer was asked)"""
-    tokenizer = Counted(load_tokenizer(str(model)))
+    tokenizer = CountingTokenizer(load_tokenizer(str(model)))
     stream = open_stream(DataConfig(dataset=str(data), **settings), tokenizer, seed=1, shuffle=False)
     return stream.take(20), tokenizer.calls
 

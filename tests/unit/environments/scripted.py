@@ -16,7 +16,7 @@ END = 2
 QUESTION = [{"role": "user", "content": "q"}]
 
 
-class Says:
+class ScriptedSampler:
     """A sampler in which turn t of an episode is `text(key, t)` and the end-of-turn token; log-probs are -0.1, -0.2 and so on."""
 
     def __init__(self, tokenizer: Any, text: Callable[[tuple[int, int], int], str], *, ends: bool = True):
@@ -67,10 +67,10 @@ def played(
     columns: dict[str, Any] | None = None,
     ends: bool = True,
     **rules: Any,
-) -> tuple[list[Completion], Says]:
+) -> tuple[list[Completion], ScriptedSampler]:
     """The completions of one prompt, and who said what."""
     where = stage(environment, template=template, **rules)
-    says = Says(where.template.tokenizer, (lambda key, turn: text) if isinstance(text, str) else text, ends=ends)
+    says = ScriptedSampler(where.template.tokenizer, (lambda key, turn: text) if isinstance(text, str) else text, ends=ends)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     asked = Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns=columns or {})
     play = EpisodeRunner(where, [asked], n=n, derive_seed=lambda number, place, turn: 1000 * place + turn)

@@ -290,7 +290,7 @@ def test_parallel_requests_never_exceed_the_row_together():
     assert all(len(row.sequence.token_ids) <= 400 + row.sequence.contexts[0][1] for row in rows)
 
 
-class Held(Ledger):
+class BlockedLedger(Ledger):
     """An engine that samples nothing until it is released."""
 
     is_released = False
@@ -325,7 +325,7 @@ def test_agent_slow_client_is_disconnected_without_blocking_others(monkeypatch):
 
 
 def test_agent_session_with_too_many_open_requests_gets_429():
-    ledger, found = Held(), []
+    ledger, found = BlockedLedger(), []
 
     def solve(row, endpoint):
         def ask(number):
@@ -471,7 +471,7 @@ def test_agent_endpoint_url_of_wildcard_address_has_host_name():
 # ---- the run around it
 
 
-class Fleeting(Ledger):
+class TurnLosingLedger(Ledger):
     """An engine that loses its open turns after a few sampled ones."""
 
     def poll(self):
@@ -479,7 +479,7 @@ class Fleeting(Ledger):
 
 
 def test_agent_open_turns_are_resent_to_next_engine_with_same_seeds():
-    first, second, whole = Fleeting(), Ledger(), Ledger()
+    first, second, whole = TurnLosingLedger(), Ledger(), Ledger()
     player = AgentLoop(stage(playing(plain)), [prompt(0), prompt(1)], SamplingSettings(n=2, max_completion_length=30_000), seed=3)
     try:
         until = time.monotonic() + 20

@@ -17,7 +17,7 @@ from tests.chat_models import DROPS
 from tests.unit.environments.scripted import END, QUESTION, played
 
 
-class More(Environment):
+class ContinuingEnvironment(Environment):
     closed = 0
 
     def step(self, turn):
@@ -30,12 +30,12 @@ class More(Environment):
 def test_episode_environment_steps_after_each_turn_with_is_last_flag():
     heard = []
 
-    class Listens(Environment):
+    class RecordingEnvironment(Environment):
         def step(self, turn):
             heard.append((turn.number, turn.text, turn.is_last, [message["content"] for message in turn.messages]))
             return [{"role": "user", "content": "go on"}], 0.0, False
 
-    [one], _ = played(Listens, lambda key, turn: f"turn {turn}", max_turns=2)
+    [one], _ = played(RecordingEnvironment, lambda key, turn: f"turn {turn}", max_turns=2)
     assert heard == [(0, "turn 0", False, ["q", "turn 0"]), (1, "turn 1", True, ["q", "turn 0", "go on", "turn 1"])]
     assert one.finish_reason == "max_turns" and one.record.numbers.num_turns == 2 and not one.is_failed
     assert one.sequence.mask[-1], "what was heard after the last turn is not encoded"
@@ -43,35 +43,35 @@ def test_episode_environment_steps_after_each_turn_with_is_last_flag():
 
 
 def test_episode_records_rewards_per_turn_sums_metrics_and_closes_once():
-    More.closed = 0
-    completions, _ = played(More, "a", n=3)
-    assert [one.record.turn_rewards for one in completions] == [(1.0, 2.0, 3.0)] * 3 and More.closed == 3
+    ContinuingEnvironment.closed = 0
+    completions, _ = played(ContinuingEnvironment, "a", n=3)
+    assert [one.record.turn_rewards for one in completions] == [(1.0, 2.0, 3.0)] * 3 and ContinuingEnvironment.closed == 3
     assert completions[0].record.numbers.metrics == {"calls": 6.0}
 
 
 def test_episode_token_budget_covers_all_turns_and_truncated_turn_ends_it():
     asked = []
 
-    class Listens(More):
+    class RecordingEnvironment(ContinuingEnvironment):
         def step(self, turn):
             asked.append(turn.number)
             return super().step(turn)
 
     tail = len("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n") - len("<|im_start|>" * 2 + "<|im_end|>") + 3
-    [one], says = played(Listens, "a" * 9, max_completion_length=10 + tail + 5, max_turns=8)
+    [one], says = played(RecordingEnvironment, "a" * 9, max_completion_length=10 + tail + 5, max_turns=8)
     assert [most for *_, most in says.asked] == [15 + tail, 5], "drawn and heard are both counted"
     assert one.finish_reason == "length" and asked == [0], "half a tool call is never made"
     assert one.num_sampled == 15 and one.record.turn_rewards == (1.0, None)
 
 
 def test_episode_token_budget_is_not_restored_by_rewritten_context():
-    _, says = played(More, "aaaa", template=DROPS, max_completion_length=300)
+    _, says = played(ContinuingEnvironment, "aaaa", template=DROPS, max_completion_length=300)
     spent = [300 - most for *_, most in says.asked]
     assert spent[0] == 0 and spent[1] > 5 + 4 and spent[2] == 2 * spent[1]
 
 
 def test_episode_message_above_budget_is_recorded_but_not_encoded():
-    [one], _ = played(More, "a", max_completion_length=3)
+    [one], _ = played(ContinuingEnvironment, "a", max_completion_length=3)
     assert one.finish_reason == "length" and one.sequence.token_ids[one.sequence.mask].tolist()[-1] == END and one.sequence.mask[-1]
     assert one.record.messages[-1]["content"] == "more"
 
@@ -80,11 +80,11 @@ def test_episode_message_above_budget_is_recorded_but_not_encoded():
     ("count", "says"), [(200, "start returned 219 tokens, but an episode with its turns may have at most 100"), (10**7, "more than the")]
 )
 def test_episode_start_messages_above_budget_make_it_invalid(count, says):
-    class Long(More):
+    class LongOpeningEnvironment(ContinuingEnvironment):
         def start(self, prompt):
             return [{"role": "user", "content": "x" * count}]
 
-    [one], sampler = played(Long, "a", max_model_len=100)
+    [one], sampler = played(LongOpeningEnvironment, "a", max_model_len=100)
     assert one.finish_reason == "invalid" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
     assert not one.sequence.mask.any() and len(one.sequence.token_ids) < 100, "the row that is trained is the prompt's"
 
@@ -97,11 +97,11 @@ def test_episode_ends_if_environment_returns_no_messages():
 
 
 def test_episode_with_failed_start_has_no_sampled_tokens():
-    class Broken(Environment):
+    class FailingEnvironment(Environment):
         def __init__(self, columns):
             raise RuntimeError("no sandbox left")
 
-    [one], says = played(Broken, "a")
+    [one], says = played(FailingEnvironment, "a")
     assert one.record.numbers.fault == "start raised RuntimeError: no sandbox left" and one.is_failed and not says.asked
     assert not one.sequence.mask.any() and one.sequence.token_ids.tolist() and one.record.messages == ()
 
@@ -114,22 +114,22 @@ def test_episode_turn_seeds_differ_and_first_equals_single_turn_seed():
         request_seed(run, number, place, turn, n=8) for run in (1, 2) for number in range(20) for place in range(8) for turn in (1, 2)
     }
     assert len(others) == 2 * 20 * 8 * 2
-    _, says = played(More, "a", n=2)
+    _, says = played(ContinuingEnvironment, "a", n=2)
     assert sorted(seed for _, _, seed, _ in says.asked) == [0, 1, 2, 1000, 1001, 1002]
 
 
 def test_episode_open_turns_are_sent_to_new_sampler():
     """Servers that were lost cost their open turns, and no more."""
     from megatron_grpo.core.types import Prompt
-    from tests.unit.environments.scripted import Says, stage
+    from tests.unit.environments.scripted import ScriptedSampler, stage
 
-    where = stage(More)
+    where = stage(ContinuingEnvironment)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     play = EpisodeRunner(
         where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, derive_seed=lambda *key: hash(key) % 99
     )
-    says = Says(where.template.tokenizer, lambda key, turn: f"{key[1]} {turn}")
-    lost, polled = Says(where.template.tokenizer, says.text), [0]
+    says = ScriptedSampler(where.template.tokenizer, lambda key, turn: f"{key[1]} {turn}")
+    lost, polled = ScriptedSampler(where.template.tokenizer, says.text), [0]
     real = lost.poll
 
     def poll():
@@ -148,7 +148,7 @@ def test_episode_open_turns_are_sent_to_new_sampler():
     assert {one.finish_reason for one in group.completions} == {"max_turns"}
 
 
-class Slow(Environment):
+class SlowEnvironment(Environment):
     def step(self, turn):
         time.sleep(0.2)  # blocks, as a user's may
         return StepOutput(done=True)
@@ -156,9 +156,9 @@ class Slow(Environment):
 
 def test_worker_pool_runs_calls_concurrently_up_to_limit():
     began = time.monotonic()
-    played(Slow, "a", n=16, concurrency=16)
+    played(SlowEnvironment, "a", n=16, concurrency=16)
     at_once = time.monotonic() - began
-    played(Slow, "a", n=4, concurrency=1)
+    played(SlowEnvironment, "a", n=4, concurrency=1)
     assert at_once < 3.0 and time.monotonic() - began - at_once >= 0.8  # one after the other: 3.2 s
 
 

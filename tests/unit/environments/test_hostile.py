@@ -30,10 +30,10 @@ def say(text: str, times: int = 1) -> str:
 
 def answers_badly() -> str:
     """Gives what cannot be written."""
-    return Unwritable()  # type: ignore[return-value]
+    return UnwritableText()  # type: ignore[return-value]
 
 
-class Unwritable:
+class UnwritableText:
     def __str__(self):
         raise RuntimeError("no words")
 
@@ -43,7 +43,7 @@ class Untold(BaseException):
         raise Untold
 
 
-class Unbound:
+class UninspectableObject:
     @property
     def __class__(self):
         raise RuntimeError("unbound")
@@ -131,7 +131,7 @@ def test_functions_with_unusable_signatures_are_rejected_as_tools():
         tool_set({"unnamed": unnamed})
 
 
-class Box:
+class BoxEnvironment:
     """An environment in TRL's form with a tool of its own and a reward at the end."""
 
     def reset(self, **columns):
@@ -151,7 +151,7 @@ class Box:
 
 
 def test_tools_with_environment_keep_its_own_tools_and_final_reward():
-    both = tool_set({"say": say}, inner=adapted(Box))
+    both = tool_set({"say": say}, inner=adapted(BoxEnvironment))
     turns = [call("put", count=3), call("say", text="hm"), call("say", text="hm")]
     [one], _ = played(both, lambda key, turn: turns[turn], **{**ROOM, "max_turns": 3})
     assert [m["content"] for m in one.record.messages if m["role"] == "tool"][:2] == ["3", "hm"]
@@ -183,7 +183,7 @@ def test_environment_exception_of_any_kind_ends_episode_with_printable_error(rai
 
 
 def test_environment_return_value_that_raises_on_access_ends_only_its_episode():
-    [one], _ = played(type("Odd", (Environment,), {"step": lambda self, turn: Unbound()}), "a", **ROOM)
+    [one], _ = played(type("Odd", (Environment,), {"step": lambda self, turn: UninspectableObject()}), "a", **ROOM)
     assert one.finish_reason == "error" and one.record.numbers.fault == "step raised RuntimeError: unbound"
 
 
@@ -191,7 +191,7 @@ def test_environment_return_value_that_raises_on_access_ends_only_its_episode():
 def test_environment_that_stops_the_event_loop_ends_only_its_own_episode(how):
     asked = []
 
-    class OnTheLoop(Environment):
+    class LoopStoppingEnvironment(Environment):
         async def step(self, turn):
             if not asked:
                 asked.append(1)
@@ -208,7 +208,7 @@ def test_environment_that_stops_the_event_loop_ends_only_its_own_episode(how):
             else:
                 await asyncio.create_task(leave())
 
-    completions, _ = played(OnTheLoop, "a", n=3, **ROOM)
+    completions, _ = played(LoopStoppingEnvironment, "a", n=3, **ROOM)
     assert sorted(one.finish_reason for one in completions) == (
         ["max_turns"] * 3 if how == "stops" else ["error", "max_turns", "max_turns"]
     )

@@ -130,7 +130,7 @@ def test_rollout_func_with_invalid_output_raises(returned, says):
 # ---- the sampler, over an engine that counts
 
 
-class Turns:
+class SeedTurns:
     """Samples the token of a request's seed repeatedly; a request takes one step per token."""
 
     def __init__(self, version: int = 3):
@@ -156,7 +156,7 @@ class Turns:
 
 class Engine:
     def __init__(self):
-        self.turns, self.steps = Turns(), []
+        self.turns, self.steps = SeedTurns(), []
 
     def play(self, prompts, sampling, begin):
         player = begin(prompts)
@@ -235,7 +235,7 @@ def test_rollout_func_may_sample_several_continuations_from_threads():
 
 def test_rollout_func_open_requests_are_resent_and_oldest_version_is_recorded():
     engine = Engine()
-    first, second = Turns(version=3), Turns(version=4)
+    first, second = SeedTurns(version=3), SeedTurns(version=4)
 
     def play(asked, sampling, begin):
         player = begin(asked)

@@ -88,7 +88,7 @@ def test_tool_function_without_type_hints_or_docstring_is_rejected():
         make_schema(bare)
 
 
-class Greets(Environment):
+class GreetingEnvironment(Environment):
     def start(self, prompt):
         return [*prompt, {"role": "user", "content": "hello"}]
 
@@ -97,14 +97,14 @@ class Greets(Environment):
 
 
 def test_tools_with_environment_handle_calls_and_environment_other_turns():
-    both = tool_set({"product": product}, inner=Greets)
+    both = tool_set({"product": product}, inner=GreetingEnvironment)
     [one], _ = played(both, lambda key, turn: call("product", a=2, b=3) if turn == 0 else "six")
     told = [(message["role"], message["content"]) for message in one.record.messages if message["role"] != "assistant"]
     assert told == [("user", "q"), ("user", "hello"), ("tool", "6"), ("user", "and?"), ("user", "and?")]
     assert one.record.turn_rewards == (None, 1.0, 1.0) and len(both.tools) == 1
 
 
-class Counter:
+class CounterEnvironment:
     """An environment in TRL's form."""
 
     def reset(self, answer=None, **columns):
@@ -126,7 +126,7 @@ class Counter:
 
 
 def test_trls_environments_have_methods_as_tools_and_a_state_of_their_own():
-    kind = adapted(Counter)
+    kind = adapted(CounterEnvironment)
     assert [tool["function"]["name"] for tool in kind.tools] == ["increment"]
     assert list(kind.tools[0]["function"]["parameters"]["properties"]) == ["step"]
     completions, _ = played(
@@ -136,7 +136,7 @@ def test_trls_environments_have_methods_as_tools_and_a_state_of_their_own():
     assert completions[0].record.messages[0]["content"] == "q Count."
 
 
-class Gym:
+class GymEnvironment:
     """An environment in Megatron-SWIFT's form."""
 
     def __init__(self, env_config):
@@ -154,12 +154,12 @@ class Gym:
 
 
 def test_megatron_swifts_environments_give_observations_and_a_reward_a_step():
-    [one], _ = played(adapted(Gym), "a", columns={"env_config": {"left": 2}})
+    [one], _ = played(adapted(GymEnvironment), "a", columns={"env_config": {"left": 2}})
     assert one.finish_reason == "done" and one.record.turn_rewards == (0.5, 0.5)
     assert [message["content"] for message in one.record.messages] == ["be brief", "left: 2", "a", "left: 1", "a"]
 
 
-class Verifies:
+class VerifiersEnvironment:
     """An environment in the form of verifiers."""
 
     async def setup_state(self, state):
@@ -174,13 +174,13 @@ class Verifies:
 
 
 def test_verifiers_environments_keep_a_state_an_episode():
-    completions, _ = played(adapted(Verifies), "a", n=2, columns={"answer": "x"}, max_turns=5)
+    completions, _ = played(adapted(VerifiersEnvironment), "a", n=2, columns={"answer": "x"}, max_turns=5)
     for one in completions:
         assert one.finish_reason == "done" and [m["content"] for m in one.record.messages[1:]] == ["a", "1 of x", "a", "2 of x", "a"]
 
 
 def test_adapted_returns_none_for_other_classes():
-    assert adapted(dict) is None and adapted(Greets) is Greets
+    assert adapted(dict) is None and adapted(GreetingEnvironment) is GreetingEnvironment
 
 
 def test_vllm_tool_parsers_read_calls_and_report_unreadable_ones():

@@ -34,7 +34,7 @@ def float64_everywhere():
     torch.set_default_dtype(torch.float32)
 
 
-class OneProcess:
+class SingleProcessAccelerator:
     """The interface of an accelerator that TRL uses with one process."""
 
     device, process_index, num_processes, is_main_process, sync_gradients = torch.device("cpu"), 0, 1, True, True
@@ -52,7 +52,7 @@ class OneProcess:
         return model
 
 
-class TablesForAModel(grpo_trainer.GRPOTrainer):
+class TableLogprobTrainer(grpo_trainer.GRPOTrainer):
     """TRL's trainer with its own loss and advantage code, and log-probs from a table."""
 
     def __init__(self, completions: list[ReferenceCompletion], rewards, reward_weights, **settings):
@@ -71,7 +71,7 @@ class TablesForAModel(grpo_trainer.GRPOTrainer):
             s.gradient_accumulation_steps, s.steps_per_generation = 1, 2  # makes TRL ask for old log-probs
         self.model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
         self.ref_model = object()
-        self.accelerator = OneProcess()
+        self.accelerator = SingleProcessAccelerator()
         self._metrics = collections.defaultdict(lambda: collections.defaultdict(list))
         self._logs = collections.defaultdict(list) | {"rewards": collections.defaultdict(list)}
         self._pending_extra_logs, self._pending_metrics = {}, {}
@@ -145,7 +145,7 @@ def assert_same(
             c.mask[0] = 1.0  # TRL's clipping metrics divide by it
     rewards, weights = make_rewards(seed, num_funcs), [1.0, 0.5][:num_funcs]
 
-    trl = TablesForAModel(completions, rewards.reshape(-1, num_funcs), weights, **trl_settings)
+    trl = TableLogprobTrainer(completions, rewards.reshape(-1, num_funcs), weights, **trl_settings)
     trl_advantages, trl_loss = trl.run()
 
     scored = ours.advantages(score(rewards), cfg, weights)

@@ -134,14 +134,14 @@ def test_checkpoint_without_zero_gradient_record_omits_no_rows():
 def test_zero_gradient_rules_name_every_setting_they_read():
     """A resume compares these."""
 
-    class Read(dict):
+    class RecordingDict(dict):
         def get(self, name, default=None):
             read.add(name)
             return super().get(name, default)
 
     read: set[str] = set()
     for changes in ({}, dict(kl_in_reward=True, beta=0.1)):
-        zero_gradient_kinds(Read(list_settings(Config().with_values(changes))))
+        zero_gradient_kinds(RecordingDict(list_settings(Config().with_values(changes))))
     assert read == set(DECIDING)
 
 

@@ -17,13 +17,13 @@ from tests.unit.metrics.test_metrics import rollout_of_two
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Broken:
+class FailingReporter:
     """A reporter that fails from its second call on."""
 
     latest = None
 
     def __init__(self, begin):
-        self.logged, Broken.latest = 0, self
+        self.logged, FailingReporter.latest = 0, self
 
     def log(self, step, values):
         self.logged += 1
@@ -41,14 +41,14 @@ def log_steps(metrics: MetricsLogger, number: int):
 
 
 def test_reporter_that_fails_is_reported_once_and_disabled(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Broken)
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", FailingReporter)
     metrics = logger_in(tmp_path, config={"report_to": ["tensorboard"]})
     log_steps(metrics, 4)
     metrics.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     said = [record.getMessage() for record in caplog.records]
     assert said == ["tensorboard failed, and the run continues without it: ConnectionError: nobody there"]
-    assert Broken.latest.logged == 2
+    assert FailingReporter.latest.logged == 2
 
 
 def test_plots_that_cannot_be_written_give_a_warning(tmp_path, caplog):

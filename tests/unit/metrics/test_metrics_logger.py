@@ -24,7 +24,7 @@ from tests.loggers import logger_in
 from tests.unit.metrics.test_metrics import rollout_of_two
 
 
-class Seconds:
+class ManualClock:
     """A clock that the test advances."""
 
     now = 100.0
@@ -38,7 +38,7 @@ class Seconds:
 
 @pytest.fixture
 def seconds(monkeypatch):
-    seconds = Seconds()
+    seconds = ManualClock()
     monkeypatch.setattr(time, "perf_counter", seconds)
     return seconds
 

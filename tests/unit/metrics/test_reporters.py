@@ -35,12 +35,12 @@ def two_steps(folder, *names, **settings):
     metrics.close()
 
 
-class Heard:
+class RecordingReporter:
     """A reporter that records its calls in the process."""
 
     def __init__(self, begin: ReporterInit):
         self.told = [begin]
-        Heard.latest = self
+        RecordingReporter.latest = self
 
     def log(self, step, values):
         self.told.append((step, sorted(values)))
@@ -53,10 +53,10 @@ class Heard:
 
 
 def test_reporter_receives_settings_steps_completions_and_close(tmp_path, monkeypatch):
-    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Heard)
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", RecordingReporter)
     monkeypatch.setattr(reporters, "MOST_ROWS", 1)
     two_steps(tmp_path / "a run", "tensorboard", run_name="mine", project="ours")
-    begin, *told = Heard.latest.told
+    begin, *told = RecordingReporter.latest.told
     assert (begin.first_step, begin.name_or(), begin.project_or("X"), begin.config["lr"]) == (1, "mine", "ours", 1e-6)
     first_row = {name: column[:1] for name, column in TABLE.items()}
     names = ["num_tokens", "reward", "time/step", "tokens_per_second"]
@@ -67,11 +67,11 @@ def test_reporter_receives_settings_steps_completions_and_close(tmp_path, monkey
 def test_reporter_with_logging_steps_receives_means_and_final_rest(tmp_path, monkeypatch):
     told = []
 
-    class Values(Heard):
+    class RecordingValues(RecordingReporter):
         def log(self, step, values):
             told.append((step, values))
 
-    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Values)
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", RecordingValues)
     metrics = logger_in(tmp_path, config={"report_to": ("tensorboard",), "logging_steps": 3}, total_steps=10)
     metrics.start(Progress())
     for step in range(1, 5):
@@ -101,7 +101,7 @@ def test_report_to_all_selects_installed_reporters_once(monkeypatch):
     assert "pip install 'megatron-grpo[swanlab]'" in problem.message
 
 
-class Hangs:
+class HangingReporter:
     """A reporter that hangs at the beginning, at a step or at the end."""
 
     def __init__(self, at, until):
@@ -125,7 +125,7 @@ class Hangs:
 @pytest.mark.parametrize("at", ["beginning", "step", "end"])
 def test_reporter_that_hangs_does_not_block_steps_and_delays_end_briefly(tmp_path, monkeypatch, caplog, at):
     until = threading.Event()
-    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: Hangs(at, until))
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: HangingReporter(at, until))
     monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 0.3)
     began = time.monotonic()
     two_steps(tmp_path, "tensorboard")
@@ -139,14 +139,14 @@ def test_reporter_that_hangs_does_not_block_steps_and_delays_end_briefly(tmp_pat
 
 def test_reporter_with_too_many_queued_messages_is_disabled(tmp_path, monkeypatch, caplog):
     until = threading.Event()
-    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: Hangs("beginning", until))
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: HangingReporter("beginning", until))
     monkeypatch.setattr(reporters, "MOST_WAITING", 3)
     two_steps(tmp_path, "tensorboard")
     until.set()
     assert "tensorboard failed, and the run continues without it: it is 3 messages behind" in caplog.text
 
 
-class Module:
+class WandbLikeModule:
     """A module with the interface of wandb under any name; its functions have only the parameters of the real one."""
 
     def __init__(self, parameters):
@@ -175,7 +175,7 @@ INTERFACES = {  # parameters of `init` as the services document them; the tests 
 
 @pytest.mark.parametrize("name", INTERFACES)
 def test_wandb_like_reporters_receive_project_name_settings_steps_and_tables(tmp_path, monkeypatch, caplog, name):
-    module = Module(INTERFACES[name])
+    module = WandbLikeModule(INTERFACES[name])
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(reporters, "is_installed", lambda name: True)
     monkeypatch.setenv("TRACKIO_SPACE_ID", "me/here")

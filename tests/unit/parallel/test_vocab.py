@@ -282,7 +282,7 @@ class TestMemory:
         assert self.peak(whole) > self.FULL
 
 
-class TestKeptWords:
+class TestSamplingMask:
     """The softmax over a sampling mask; positions without one use the whole vocabulary."""
 
     def kept(self):

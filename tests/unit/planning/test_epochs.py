@@ -49,7 +49,7 @@ def steps_of_trl(tmp_path, rows: int, words: dict[str, float]) -> tuple[list[int
     import transformers
     from trl import GRPOConfig, GRPOTrainer
 
-    class Counting(transformers.Trainer):
+    class StepRecordingTrainer(transformers.Trainer):
         get_train_dataloader, _get_train_sampler = GRPOTrainer.get_train_dataloader, GRPOTrainer._get_train_sampler
 
         def _prepare_inputs(self, inputs):
@@ -65,7 +65,9 @@ def steps_of_trl(tmp_path, rows: int, words: dict[str, float]) -> tuple[list[int
     rates: list[float] = []
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
                       logging_strategy="no", gradient_checkpointing=False, remove_unused_columns=False, **words)  # fmt: skip
-    trainer = Counting(model=torch.nn.Linear(1, 1), args=args, train_dataset=[{"n": n} for n in range(rows)], data_collator=list)
+    trainer = StepRecordingTrainer(
+        model=torch.nn.Linear(1, 1), args=args, train_dataset=[{"n": n} for n in range(rows)], data_collator=list
+    )
     trainer.num_generations, trainer.num_iterations, trainer.shuffle_dataset = args.num_generations, args.num_iterations, True
     trainer.train()
     return found, rates[:1] + [rate for rate, before in zip(rates[1:], rates) if rate != before]

@@ -162,7 +162,7 @@ def test_attention_groups_short_segments_by_length_and_reads_long_ones_in_place(
     assert isinstance(equal.queries, slice) and len(equal.runs) == 1
 
 
-class OfTransformerEngine(torch.nn.Module):
+class TransformerEngineAttention(torch.nn.Module):
     """Transformer Engine's attention in thd layout, [t, heads, c] and segment bounds -> [t, heads * c], computed by torch."""
 
     calls: list = []
@@ -173,7 +173,7 @@ class OfTransformerEngine(torch.nn.Module):
 
     def forward(self, query, key, value, mask, *, attn_mask_type, packed_seq_params):
         assert packed_seq_params.qkv_format == "thd" and query.dim() == 3
-        OfTransformerEngine.calls.append(packed_seq_params)
+        TransformerEngineAttention.calls.append(packed_seq_params)
         cut = [x.split(packed_seq_params.cu_seqlens_q.diff().tolist()) for x in (query, key, value)]
         out = [
             torch.nn.functional.scaled_dot_product_attention(
@@ -190,8 +190,8 @@ def test_fused_attention_uses_transformer_engine_where_supported(monkeypatch, pa
 
     from megatron_grpo.core.policy.layers import FusedAttention, PackedAttention
 
-    monkeypatch.setattr(extensions, "TEDotProductAttention", OfTransformerEngine, raising=False)
-    OfTransformerEngine.calls = []
+    monkeypatch.setattr(extensions, "TEDotProductAttention", TransformerEngineAttention, raising=False)
+    TransformerEngineAttention.calls = []
     found = segments() if parents else [dataclasses.replace(one, parent=-1) for one in segments()]
     packed, total = packed_stream(found, 1, 0, torch.from_numpy), found[-1].end
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
@@ -201,7 +201,7 @@ def test_fused_attention_uses_transformer_engine_where_supported(monkeypatch, pa
     angles = torch.arange(total, dtype=torch.float32)[:, None] * 0.1 * torch.ones(8)
     packed = dataclasses.replace(packed, rotations=(RotaryFactors.from_angles(angles),))
     mine, theirs = (each(q, k, v, None, packed_seq_params=packed).float() for each in (one, other))
-    assert len(OfTransformerEngine.calls) == calls and mine.shape == theirs.shape
+    assert len(TransformerEngineAttention.calls) == calls and mine.shape == theirs.shape
     seen = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.length) for s in found]))  # what padding says nobody reads
     assert torch.allclose(mine[seen], theirs[seen], atol=2e-2 if dtype == "bfloat16" else 0.0, rtol=0.0)
 
@@ -209,7 +209,7 @@ def test_fused_attention_uses_transformer_engine_where_supported(monkeypatch, pa
 # ---- flash attention of GPUs: everything but torch's two kernels runs here ---------------------------------------------------------------
 
 
-class Varlen:
+class VarlenKernels:
     """The two variable-length kernels with the conditions of torch's source, on a CPU."""
 
     def __init__(self):
@@ -261,7 +261,7 @@ class Varlen:
 def test_flash_attention_of_gpu_equals_cpu_gradients(cp):
     stream = [dataclasses.replace(one, start=one.start * 2, end=one.end * 2, length=one.length * 2) for one in segments()]
     *inputs, gradient = drawn(stream[-1].end)
-    ops = Varlen()
+    ops = VarlenKernels()
     for rank in range(cp):
         packed, outcomes = packed_stream(stream, cp, rank, torch.from_numpy), []
         for kernel in (attention._Varlen(ops.forward, ops.backward), attention.FLASH_ON_CPU):
@@ -298,7 +298,7 @@ def test_torch_attention_ops_have_the_expected_arguments(op, backward_takes):
 
 
 def test_find_kernel_problem_detects_wrong_kernels():
-    ops, cpu = Varlen(), torch.device("cpu")
+    ops, cpu = VarlenKernels(), torch.device("cpu")
 
     def fault(forward=ops.forward, backward=ops.backward):
         return attention.find_kernel_problem(attention._Varlen(forward, backward), torch.float32, 16, cpu)

@@ -46,7 +46,7 @@ def test_colocated_vllm_keeps_torch_threads_and_matmul_precision():
         torch.set_num_threads(threads), torch.set_float32_matmul_precision(precision)
 
 
-class Asynchronous:
+class AsynchronousLLM:
     """vLLM with asynchronous scheduling: steps are in flight after the last request has stopped."""
 
     def __init__(self, in_flight: int):
@@ -73,7 +73,7 @@ class Asynchronous:
         return [()]
 
 
-def colocated(llm: Asynchronous) -> ColocatedEngine:
+def colocated(llm: AsynchronousLLM) -> ColocatedEngine:
     return ColocatedEngine(llm, rank=0, world_size=1, tensor_parallel_size=1, max_model_len=64, sleep_level=1)
 
 
@@ -81,7 +81,7 @@ UPDATE: Any = SimpleNamespace(kind="weights", version=1, moves_tower=False, tens
 
 
 def test_vllm_has_no_step_in_flight_at_weight_sync_or_sleep():
-    llm = Asynchronous(2)
+    llm = AsynchronousLLM(2)
     engine = colocated(llm)
     engine.load_weights(UPDATE)
     assert engine.version == 1 and not llm.engine_core.batch_queue
@@ -92,7 +92,7 @@ def test_vllm_has_no_step_in_flight_at_weight_sync_or_sleep():
 
 
 def test_an_engine_with_a_running_request_is_not_stepped_and_refuses_weights():
-    llm = Asynchronous(2)
+    llm = AsynchronousLLM(2)
     llm.is_busy = True
     with pytest.raises(WeightSyncError, match="a request is still running"):
         colocated(llm).load_weights(UPDATE)
@@ -100,7 +100,7 @@ def test_an_engine_with_a_running_request_is_not_stepped_and_refuses_weights():
 
 
 def test_closed_vllm_engine_releases_model_layers():
-    engine, layer = colocated(Asynchronous(0)), torch.nn.Linear(2, 2)
+    engine, layer = colocated(AsynchronousLLM(0)), torch.nn.Linear(2, 2)
     unit = ModuleWeights(module=layer, loaded={}, live={}, packed=frozenset(), padding=[], num_copies=0)
     engine._weights.tables[False] = CopyRecord(units=[unit])
     alive = weakref.ref(layer)

@@ -12,7 +12,7 @@ from megatron_grpo.core.weights.buckets import TensorSlice
 ROWS = (2, 3)
 
 
-class Layer(torch.nn.Module):
+class PackedLayer(torch.nn.Module):
     """A layer that stores `both` as loaded, and of `kept_packed` only the transpose."""
 
     def __init__(self):
@@ -33,7 +33,7 @@ def rows(first):
 
 @pytest.fixture
 def layer():
-    return Layer()
+    return PackedLayer()
 
 
 @pytest.fixture

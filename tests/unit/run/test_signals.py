@@ -145,7 +145,7 @@ print(stop.asked)
     assert rest_of(start(script)) == ("None\n", 0)
 
 
-class Job:
+class JobPeers:
     """The ranks of a job, each of which asks the others."""
 
     seconds_between_looks = 0.01
@@ -163,7 +163,7 @@ class Job:
 @pytest.fixture
 def two_ranks():
     """Their signals, in one process: only the last one hears those of the process."""
-    job, made = Job(), []
+    job, made = JobPeers(), []
 
     def make(**settings):
         made.extend(StopSignal(peers=job, **settings) for _ in range(2))
@@ -317,7 +317,7 @@ def test_rank_waiting_for_failed_rank_exits_within_seconds(tmp_path):
     assert not any(map(is_alive, workers))
 
 
-class Doomed:
+class DyingPeers:
     """Peers of which one dies at a given moment."""
 
     seconds_between_looks = 0.02
@@ -335,7 +335,7 @@ class Doomed:
 @pytest.mark.parametrize("leaves_unasked", [True, False])
 def test_nccl_rank_exits_when_another_rank_died(monkeypatch, leaves_unasked):
     monkeypatch.setattr(signals, "SECONDS_TO_REPORT", 0.3)
-    others, left = Doomed(), threading.Event()
+    others, left = DyingPeers(), threading.Event()
     stop = StopSignal(left.set, peers=others, leaves_unasked=leaves_unasked)
     try:
         assert not left.wait(0.5)

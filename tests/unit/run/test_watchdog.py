@@ -16,7 +16,7 @@ from megatron_grpo.run.watchdog import HangDetector, Heartbeat, RankReport, Time
 from tests.ranks import run_ranks
 
 
-class Hours:
+class ManualClock:
     """A clock that the test advances."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Hours:
 
 
 def test_hang_detector_does_not_count_suspended_time():
-    clock = Hours()
+    clock = ManualClock()
     age = TimeSinceChange(5.0, clock)
     age.update("x")
     clock.now += 3.0
@@ -45,7 +45,7 @@ def phases(is_alone: bool, pause: float) -> tuple[Phase, ...]:
 @pytest.fixture
 def job():
     """(alarms of a rank with a timeout of 100 s and periods of 10, what turns its clock by a period and looks)."""
-    clock = Hours()
+    clock = ManualClock()
     alarms = HangDetector(100.0, 10.0, clock)
 
     def period(*, moves=0, moving=0, is_alone=False, pause=0.0, neighbour=None):
@@ -95,7 +95,7 @@ def test_hang_detector_ignores_slow_moving_rank(job):
 
 
 def test_hang_detector_heartbeat_continues_while_moving_or_paused():
-    clock = Hours()
+    clock = ManualClock()
     alarms = HangDetector(100.0, 10.0, clock)
     said = []
     for moves, pause in [(1, 0), (2, 0), (2, 0), (2, 25), (2, 25), (3, 0)]:

@@ -11,7 +11,7 @@ from megatron_grpo.plugins.servers.plan import CALLS, chunk_size
 from megatron_grpo.plugins.servers.requests import MOST_DEATHS, RequestRouter
 
 
-class World:
+class RandomServers:
     """Servers with random failures. Each holds at most two calls; a call answers its prompts one by one in any order."""
 
     def __init__(self, seed: int, *, prompts: int, servers: int, deadly: frozenset[int] = frozenset()):
@@ -102,7 +102,7 @@ class World:
 def test_router_answers_every_prompt_once_for_any_server_failures(first):
     ends = Counter()
     for seed in range(first, first + 100):
-        world = World(seed, prompts=seed % 40, servers=1 + seed % 4)
+        world = RandomServers(seed, prompts=seed % 40, servers=1 + seed % 4)
         world.run()
         assert set(world.taken.values()) <= {1}
         assert world.dealing.is_done or all(world.in_flight_at_death[key] == MOST_DEATHS for key in world.dealing.deadly)
@@ -114,7 +114,7 @@ def test_router_answers_every_prompt_once_for_any_server_failures(first):
 @pytest.mark.parametrize("seed", range(100))
 def test_router_isolates_prompt_that_kills_servers_after_three_deaths(seed):
     """Nobody dies by chance: so whoever is named kills, and three servers are all that it costs."""
-    world = World(seed, prompts=30, servers=4, deadly=frozenset({seed % 30}))
+    world = RandomServers(seed, prompts=30, servers=4, deadly=frozenset({seed % 30}))
     deaths = 0
     while not (world.dealing.is_done or world.dealing.deadly):
         for name in world.names:

@@ -22,7 +22,7 @@ from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherSe
 from megatron_grpo.plugins.teacher.trainer import ServedTeacher
 from megatron_grpo.run.config.settings import Config, EvalConfig, TurnsConfig
 from tests.small_server import TOKEN, Broken, SmallServer
-from tests.unit.trainer.test_rollouts import OneRank
+from tests.unit.trainer.test_rollouts import SingleRankState
 
 NEEDS = TeacherRequirements(max_model_len=64, vocabulary="words", vocab_size=100)
 FROZEN = dict(is_frozen=True, vocabulary="words", vocab_size=100, fingerprint="large", max_num_seqs=3)
@@ -102,7 +102,7 @@ def test_teacher_scores_each_context_at_sampled_tokens_only(opened):
     empty = TokenSequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
     rows = {(0, 3): row, (0, 4): empty}
     servers = teacher_of(opened())
-    found = ServedTeacher(OneRank(), servers.fingerprint, servers.logprobs)(
+    found = ServedTeacher(SingleRankState(), servers.fingerprint, servers.logprobs)(
         DistributedRows(rows=TrainingRows(rollout=np.zeros(2, int), row=np.array([3, 4]), dp_rank=np.zeros(2, int)), sequences=rows)
     )
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)

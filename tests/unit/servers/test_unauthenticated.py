@@ -53,7 +53,7 @@ with CleanUp() as clean_up:
 """
 
 
-class Served:
+class ServerProcess:
     def __init__(self, folder, **settings):
         self.log, address = folder / "log", folder / "address"
         limit = (OPEN_FILES, OPEN_FILES)
@@ -88,7 +88,7 @@ class Served:
 def server(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     settings = dict(zip(("ssl_certfile", "ssl_keyfile"), map(str, certificate_in(folder)))) if request.param == "https" else {}
-    server = Served(folder, **settings)
+    server = ServerProcess(folder, **settings)
     yield server
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 0, server.log.read_text()

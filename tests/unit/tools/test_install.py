@@ -90,7 +90,7 @@ def add_torch(index: Path, version: str) -> None:
     add_wheel(index, "torch", version, "torch", f"BUILD = {version!r}\n{TORCH}", requires=("tiny-part",))
 
 
-class Machine:
+class InstallSandbox:
     """An environment without packages, a checkout and two package indexes: pip's and PyTorch's."""
 
     def __init__(self, folder: Path, empty_environment: Path):
@@ -149,7 +149,7 @@ def empty_environment(tmp_path_factory):
 
 @pytest.fixture
 def machine(tmp_path, empty_environment):
-    return Machine(tmp_path, empty_environment)
+    return InstallSandbox(tmp_path, empty_environment)
 
 
 def test_install_takes_cpu_torch_from_pip_index_once(machine):

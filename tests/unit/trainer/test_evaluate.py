@@ -79,14 +79,14 @@ def test_evaluation_on_two_ranks_equals_one_rank():
     assert some["mean_length"] == pytest.approx(np.mean([1 + (p + i) % 3 for p in range(5) for i in range(4)]))
 
 
-class Heard(ScriptedEngine):
+class RecordingEngine(ScriptedEngine):
     def generate(self, prompts, sampling, *, seed):
         self.heard = [*getattr(self, "heard", []), (len(prompts), sampling, seed)]
         return super().generate(prompts, sampling, seed=seed)
 
 
 def test_evaluation_seeds_are_equal_each_time_and_differ_from_training():
-    engine = Heard(answer)
+    engine = RecordingEngine(answer)
     asks = evaluator(engine, a=prompts(3), b=prompts(3))
     for _ in range(2):
         asks.run()

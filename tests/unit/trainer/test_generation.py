@@ -18,7 +18,7 @@ from megatron_grpo.core.trainer.generation import (
 from megatron_grpo.core.types import Group, Prompt
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from tests.scripted_engine import ScriptedEngine
-from tests.unit.trainer.test_rollouts import Stream, answer, build_generator
+from tests.unit.trainer.test_rollouts import NumberedPrompts, answer, build_generator
 
 NAN, INF = math.nan, math.inf
 
@@ -32,7 +32,7 @@ def versions(groups):
 
 
 def test_generator_uses_finished_answers_and_requests_the_rest():
-    engine, stream = ScriptedEngine(answer), Stream()
+    engine, stream = ScriptedEngine(answer), NumberedPrompts()
     generator, prompts = build_generator(engine), stream.take(6)
     generator.begin(prompts[:2])
     generator.begin(prompts[2:4])
@@ -49,7 +49,7 @@ def test_generator_uses_finished_answers_and_requests_the_rest():
 def test_generator_drops_answers_that_do_not_arrive_in_time():
     gate = threading.Event()
     engine = ScriptedEngine(lambda *asked: gate.wait() and answer(*asked))
-    generator, prompts = build_generator(engine), Stream().take(2)
+    generator, prompts = build_generator(engine), NumberedPrompts().take(2)
     generator.begin(prompts)
     assert not generator.wait(0.0)
     generator.forget()
@@ -58,7 +58,7 @@ def test_generator_drops_answers_that_do_not_arrive_in_time():
     assert versions(generator.groups(prompts)) == {0: 1, 1: 1}
 
 
-class Losing(ScriptedEngine):
+class WeightLosingEngine(ScriptedEngine):
     """An engine that loses its weights once in every rollout."""
 
     def begin(self, prompts, sampling, *, seed):
@@ -84,16 +84,16 @@ class Losing(ScriptedEngine):
 
 
 def test_generator_after_lost_weights_syncs_current_weights_again():
-    engine = Losing(answer)
-    generator, prompts = build_generator(engine, sync_again=lambda: pushed(engine, 4)), Stream().take(2)
+    engine = WeightLosingEngine(answer)
+    generator, prompts = build_generator(engine, sync_again=lambda: pushed(engine, 4)), NumberedPrompts().take(2)
     generator.begin(prompts)
     assert generator.wait()
     assert versions(generator.groups(prompts)) == {0: 4, 1: 4}
 
 
 def test_generator_wait_with_timeout_does_not_wait_for_lost_servers():
-    engine = Losing(answer)
-    generator, prompts = build_generator(engine), Stream().take(2)
+    engine = WeightLosingEngine(answer)
+    generator, prompts = build_generator(engine), NumberedPrompts().take(2)
     generator.begin(prompts)
     assert not generator.wait(10.0)
     generator.forget()

@@ -24,7 +24,7 @@ from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration, joi
 from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck
 from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
 from tests.unit.batching.test_schedule import table_of
-from tests.unit.trainer.test_rollouts import Heard, OneRank, Stream, build_generator, mixed
+from tests.unit.trainer.test_rollouts import NumberedPrompts, RecordingLogger, SingleRankState, build_generator, mixed
 
 LIMIT, SEED, BETWEEN = 12, 7, 3
 SAMPLING = SamplingSettings(n=2, max_completion_length=LIMIT)
@@ -40,7 +40,7 @@ def token(seed: int, place: int, version: int) -> int:
 
 
 @dataclass
-class Slots:
+class SlotScheduler:
     """A scheduler in which as many requests as there are slots advance by one token per step, in order of arrival.
 
     lengths: length of each completion.
@@ -97,7 +97,7 @@ class Engine:
         yield
 
     def resume(self, prompts, sampling, *, seed, partial):
-        parts = Slots(self.lengths, self.num_slots, self.version, self.budget, self.drawn)
+        parts = SlotScheduler(self.lengths, self.num_slots, self.version, self.budget, self.drawn)
         share = EngineAssignment(rank=0, num_engines=1, ranks_per_engine=1)
         generation = PartialGeneration(parts, sampling, seed=seed, version=self.version, share=share, decode_text=lambda prompt, one: "",
                                        should_cancel=self.should_cancel)  # fmt: skip
@@ -131,26 +131,26 @@ class Case:
 
 
 @dataclass
-class Disk:
+class MemoryDisk:
     """The last checkpoint, with the partial completions as a file."""
 
     saved: tuple = (Progress(), 0, None)
 
 
 def process(
-    case: Case, disk: Disk, tmp_path, budget: int = -1, depth: int | None = None, until: int | None = None
+    case: Case, disk: MemoryDisk, tmp_path, budget: int = -1, depth: int | None = None, until: int | None = None
 ) -> tuple[dict, Engine, PartialRollouts]:
     """({rollout: its rows}, engine, what is left) of a process that is killed after so many engine steps, or ends after `until` steps."""
     case = case if depth is None else replace(case, depth=depth)
     progress, taken, file = disk.saved
-    engine, stream, found = Engine(case.convert_lengths, case.num_slots, [budget]), Stream(taken), {}
+    engine, stream, found = Engine(case.convert_lengths, case.num_slots, [budget]), NumberedPrompts(taken), {}
     partial = PartialRollouts(engine) if case.depth else None
     if partial is not None and file is not None:
         partial.restore(read_samples(file, PartialCompletion))
     generator = build_generator(partial or engine, mixed(case.rewards), SAMPLING)
     generator.seed = SEED
-    policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
-    cfg, heard = GrpoConfig(dynamic_sample=case.dynamic, oversample_ratio=case.ratio), Heard()
+    policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=SingleRankState())
+    cfg, heard = GrpoConfig(dynamic_sample=case.dynamic, oversample_ratio=case.ratio), RecordingLogger()
     rollouts = Rollouts(generator, stream, cfg=cfg, schedule=case.table, policy=policy, logger=heard)
     rollouts.partial = partial
     for step in case.table.from_step(progress.step, progress.num_rollouts):
@@ -208,8 +208,8 @@ def agreements(monkeypatch):
 @example(Case((2, 3, 1), 6, 2, 4, 9, ratio=2.5), [15, 15])
 def test_partial_rollouts_keep_prompts_and_version_bound_across_kills(tmp_path_factory, case, kills):
     tmp_path = tmp_path_factory.mktemp("disk")
-    found, engine, partial = process(replace(case, save_every=0), Disk(), tmp_path)
-    waiting, *_ = process(replace(case, save_every=0), Disk(), tmp_path, depth=0)
+    found, engine, partial = process(replace(case, save_every=0), MemoryDisk(), tmp_path)
+    waiting, *_ = process(replace(case, save_every=0), MemoryDisk(), tmp_path, depth=0)
     assert {r: [row[0] for row in rows] for r, rows in found.items()} == {r: [row[0] for row in rows] for r, rows in waiting.items()}
     table = case.table
     for rollout, rows in found.items():
@@ -223,7 +223,7 @@ def test_partial_rollouts_keep_prompts_and_version_bound_across_kills(tmp_path_f
         trained = sum(len(tokens) for rows in found.values() for _, tokens, *_ in rows)
         assert len(engine.drawn) == len(set(engine.drawn)) and (case.dynamic or len(engine.drawn) == trained + left)
     # The same, killed so many engine steps after each start, and begun again from the last checkpoint.
-    disk, together = Disk(), {}
+    disk, together = MemoryDisk(), {}
     for budget in kills:
         with pytest.raises(Killed) if _is_killed(case, disk, tmp_path, budget) else nullcontext():
             process(case, disk, tmp_path, budget)
@@ -234,21 +234,21 @@ def test_partial_rollouts_keep_prompts_and_version_bound_across_kills(tmp_path_f
     )
 
 
-def _is_killed(case: Case, disk: Disk, tmp_path, budget: int) -> bool:
+def _is_killed(case: Case, disk: MemoryDisk, tmp_path, budget: int) -> bool:
     """Whether a process that starts from this disk makes so many engine steps: asked of a copy of the disk."""
     try:
-        process(case, Disk(disk.saved), tmp_path, budget)
+        process(case, MemoryDisk(disk.saved), tmp_path, budget)
     except Killed:
         return True
     return False
 
 
 def test_partial_rollouts_with_smaller_depth_drop_only_older_completions(tmp_path, caplog):
-    longer, disk = Case((1, 2, 1), 9, depth=3, num_slots=9, lengths=11), Disk()
+    longer, disk = Case((1, 2, 1), 9, depth=3, num_slots=9, lengths=11), MemoryDisk()
     process(longer, disk, tmp_path, until=2)
     progress, taken, file = disk.saved
     kept = read_samples(file, PartialCompletion)
-    found, engine, _ = process(longer, Disk(disk.saved), tmp_path, depth=1)
+    found, engine, _ = process(longer, MemoryDisk(disk.saved), tmp_path, depth=1)
     table = replace(longer, depth=1).table
     due = {number: progress.num_rollouts + (number - taken) // 2 for number in {one.prompt_number for one in kept}}
     too_old = [one for one in kept if one.versions[0] < table.oldest_version(due[one.prompt_number])]
@@ -262,7 +262,7 @@ def test_partial_rollouts_with_smaller_depth_drop_only_older_completions(tmp_pat
 def test_partial_rollouts_dynamic_sampling_after_smaller_depth_uses_no_older_completion(tmp_path):
     """The first steps give back what they began; a later one needs more prompts than its window of the smaller depth has."""
     case = Case((2, 2, 1), 5, depth=4, num_slots=60, lengths=596853, dynamic=True, ratio=2.5, rewards="L" * 4 + "." * 200)
-    disk = Disk()
+    disk = MemoryDisk()
     process(case, disk, tmp_path, until=1)
     found, *_ = process(case, disk, tmp_path, depth=1)
     table = replace(case, depth=1).table
@@ -270,13 +270,13 @@ def test_partial_rollouts_dynamic_sampling_after_smaller_depth_uses_no_older_com
 
 
 def test_partial_rollouts_after_error_keep_previous_state(tmp_path):
-    case, disk = Case((1, 2, 1), 6, depth=2, num_slots=5, lengths=3), Disk()
+    case, disk = Case((1, 2, 1), 6, depth=2, num_slots=5, lengths=3), MemoryDisk()
     process(case, disk, tmp_path, until=2)
     before = read_samples(disk.saved[2], PartialCompletion)
     engine = Engine(case.convert_lengths, 5, [3], version=disk.saved[0].step)
     partial = PartialRollouts(engine)
     partial.restore(before)
-    prompts = [(prompt, 0) for prompt in Stream(disk.saved[1]).take(6)]
+    prompts = [(prompt, 0) for prompt in NumberedPrompts(disk.saved[1]).take(6)]
     with pytest.raises(Killed), partial.sampling(prompts, SAMPLING, seed=SEED):
         partial.generate([prompt for prompt, _ in prompts], SAMPLING, seed=SEED)
     assert partial.to_save() == before
@@ -322,7 +322,7 @@ def test_partial_completion_first_part_has_seed_of_whole_completion():
     assert len(seeds) == 8 * 4 * 40
 
 
-class Scorer:
+class OffsetScorer:
     """A policy whose log-probs are -0.5 - version, with an error at one token."""
 
     def __init__(self, version, error=0.0):
@@ -348,9 +348,9 @@ def beginning(number, versions, starts, count):
 
 
 def test_partial_rollout_check_scores_tokens_of_current_version_only():
-    prompts = {prompt.number: prompt for prompt in Stream().take(5)}
+    prompts = {prompt.number: prompt for prompt in NumberedPrompts().take(5)}
     partial = [beginning(4, (2, 3), (0, 5), 9), beginning(1, (3,), (0,), 4), beginning(2, (2,), (0,), 4), beginning(3, (3,), (0,), 6)]
-    policy = Scorer(3)
+    policy = OffsetScorer(3)
     check = VersionCheck(policy=policy, count=2, is_low_precision=False, temperature=1.0)
     assert check(partial, prompts, 3) == {"sampling/version_error/mean": 0.0, "sampling/version_error/max": 0.0}
     assert [(one.token_ids.tolist()[:2], one.num_masked) for one in policy.asked] == [([4, 6], 4), ([4, 8], 6)]
@@ -368,8 +368,8 @@ def test_partial_rollout_check_scores_tokens_of_current_version_only():
 )  # fmt: skip
 def test_partial_rollout_check_uses_bounds_of_weight_sync(error, is_low_precision, temperature, fails):
     """Of four tokens one is off: a mean of a quarter."""
-    prompts = {prompt.number: prompt for prompt in Stream().take(5)}
-    check = VersionCheck(policy=Scorer(3, error), count=2, is_low_precision=is_low_precision, temperature=temperature)
+    prompts = {prompt.number: prompt for prompt in NumberedPrompts().take(5)}
+    check = VersionCheck(policy=OffsetScorer(3, error), count=2, is_low_precision=is_low_precision, temperature=temperature)
     if not fails:
         assert check([beginning(1, (3,), (0,), 4)], prompts, 3)["sampling/version_error/max"] == pytest.approx(error, abs=1e-6)
         return

@@ -34,7 +34,7 @@ from tests.scripted_engine import ScriptedEngine
 LIVE, ZERO_STD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
 
-class Stream:
+class NumberedPrompts:
     """Numbered prompts without end, with the interface that `dynamic_sampling` and `Rollouts` use."""
 
     def __init__(self, taken: int = 0):
@@ -97,7 +97,7 @@ def mixed(pattern: str):
 
 
 def test_dynamic_sampling_replaces_zero_std_groups_only():
-    stream = Stream()
+    stream = NumberedPrompts()
     found = result(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
     assert stream.asked == [4, 2]  # two of the first four are zero-std
     assert numbers(found.kept) == [1, 3, 4, 5]
@@ -105,7 +105,7 @@ def test_dynamic_sampling_replaces_zero_std_groups_only():
 
 
 def test_dynamic_sampling_fills_rollout_with_oldest_zero_std_groups():
-    stream = Stream()
+    stream = NumberedPrompts()
     found = result(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
     assert stream.asked == [3, 3, 2]
     assert numbers(found.kept) == [0, 1, 3]
@@ -113,13 +113,13 @@ def test_dynamic_sampling_fills_rollout_with_oldest_zero_std_groups():
 
 
 def test_rollout_without_dynamic_sampling_includes_zero_std_groups():
-    stream = Stream()
+    stream = NumberedPrompts()
     assert numbers(result(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
     assert stream.asked == [4]
 
 
 def test_oversampling_prefers_nonzero_std_groups_in_one_round():
-    stream = Stream()
+    stream = NumberedPrompts()
     found = result(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
     assert stream.asked == [6]
     assert numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest zero-std ones
@@ -127,7 +127,7 @@ def test_oversampling_prefers_nonzero_std_groups_in_one_round():
 
 
 def test_oversampling_gives_back_prompts_from_first_unused_group():
-    stream = Stream()
+    stream = NumberedPrompts()
     found = result(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
     assert stream.asked == [8]
     assert numbers(found.kept) == [0, 2, 3]
@@ -136,14 +136,14 @@ def test_oversampling_gives_back_prompts_from_first_unused_group():
 
 
 def test_oversample_ratio_is_exact_in_decimals():
-    stream = Stream()
+    stream = NumberedPrompts()
     result(stream, mixed("L" * 20), num_groups=10, oversample_ratio=1.1)
     assert stream.asked == [11]  # 10 * 1.1 is 11.000000000000002 in binary
 
 
 def test_dynamic_sampling_treats_groups_with_at_most_one_score_as_zero_std():
     rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: ZERO_STD for number in range(4, 9)}}
-    assert numbers(result(Stream(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
+    assert numbers(result(NumberedPrompts(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
 
 
 def test_dynamic_sampling_with_gdpo_accepts_group_if_one_reward_varies():
@@ -152,7 +152,7 @@ def test_dynamic_sampling_with_gdpo_accepts_group_if_one_reward_varies():
     rewards = {0: opposite, 1: ((1.0, 0.0), (0.0, 0.0)), **{number: ((1.0, 1.0),) * 2 for number in range(2, 9)}}
     for estimator, kept in (("grpo", [1]), ("gdpo", [0])):
         config = GrpoConfig(advantage_estimator=estimator)
-        assert numbers(result(Stream(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
+        assert numbers(result(NumberedPrompts(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
 
 
 patterns = st.lists(st.booleans(), max_size=60)
@@ -162,7 +162,7 @@ patterns = st.lists(st.booleans(), max_size=60)
 def test_dynamic_sampling_trains_every_nonzero_std_group_once(alive, num_groups, ratio, dynamic, times, num_rollouts):
     """Of the prompts that count as used, the live ones are exactly those that were trained: none is lost, none comes twice."""
     rewards = mixed("".join("L" if one else "." for one in alive))
-    stream, trained = Stream(), []
+    stream, trained = NumberedPrompts(), []
     for _ in range(num_rollouts):
         stream.asked.clear()
         start = stream.taken
@@ -183,7 +183,7 @@ def test_dynamic_sampling_trains_every_nonzero_std_group_once(alive, num_groups,
 # ---- samples ---------------------------------------------------------------------------------------------------------------------------
 
 
-class OneRank:
+class SingleRankState:
     """The parallel state of the only rank of a job."""
 
     layout = Layout(world_size=1)
@@ -193,7 +193,7 @@ class OneRank:
         return mine
 
 
-class Heard(list):
+class RecordingLogger(list):
     """A metrics logger that records its calls."""
 
     rollout = list.append
@@ -217,17 +217,17 @@ class TableRewards:
 def schedule(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
     """Groups of two; a rollout of `num_groups` groups is trained in so many steps, a completion a micro-step."""
     rows = 2 * num_groups
-    return TrainingSchedule(BatchSizes(layout=OneRank.layout, global_batch_size=rows // steps, generation_batch_size=rows,
+    return TrainingSchedule(BatchSizes(layout=SingleRankState.layout, global_batch_size=rows // steps, generation_batch_size=rows,
                                 num_generations=2, old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
 
 
 def rollouts_of(
     rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, logger=None, sampling=SAMPLING, teacher=None, **config
 ):
-    policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
+    policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=SingleRankState())
     return Rollouts(
-        build_generator(engine or ScriptedEngine(answer), rewards, sampling), stream or Stream(), cfg=GrpoConfig(**config), schedule=table,
-        policy=policy, logger=Heard() if logger is None else logger, penalty=penalty, teacher=teacher,
+        build_generator(engine or ScriptedEngine(answer), rewards, sampling), stream or NumberedPrompts(), cfg=GrpoConfig(**config),
+        schedule=table, policy=policy, logger=RecordingLogger() if logger is None else logger, penalty=penalty, teacher=teacher,
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def build_generator(engine, rewards=(), sampling=SAMPLING, sync_again=lambda: py
 
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
     """(samples in row order, metrics, rows) of one rollout, by the weights of its step."""
-    heard, engine = Heard(), ScriptedEngine(answer)
+    heard, engine = RecordingLogger(), ScriptedEngine(answer)
     engine.load_weights(WeightUpdate(kind="weights", version=number, tensors=()))
     rollouts = rollouts_of(rewards, schedule(old_logprobs=old_logprobs), penalty=penalty, engine=engine, logger=heard, **config)
     (found,) = rollouts.sample([number])
@@ -290,7 +290,7 @@ def test_rollout_samples_have_teacher_logprobs_unless_untrained():
 
 
 def test_rollout_with_lost_teacher_is_logged_once_after_retry():
-    heard, rewards = Heard(), {number: LIVE for number in range(8)}
+    heard, rewards = RecordingLogger(), {number: LIVE for number in range(8)}
 
     def gone(rows):
         raise NoRolloutServerError("no server of the teacher answered")
