@@ -8,13 +8,13 @@ from dataclasses import replace
 from tests.distributed.test_checkpoint import Policy, Waiting, checkpoints, pending_samples
 from tests.ranks import run_ranks
 from tests.seeing import as_bytes, picture
-from tests.unit.data.test_images import EYES, SmallTokenizer, asks
+from tests.unit.data.test_images import EYES, SmallTokenizer, make_image_row
 
 
 def test_rows_that_wait_show_their_pictures_again(tmp_path):
     for number in range(5):
         (tmp_path / f"{number}.png").write_bytes(as_bytes(picture(56 + 28 * number, 60, seed=number)))
-    rows = [asks(*[f"{number}.png"] * (1 + number % 2), text="<image>" * (1 + number % 2)) for number in range(5)]
+    rows = [make_image_row(*[f"{number}.png"] * (1 + number % 2), text="<image>" * (1 + number % 2)) for number in range(5)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def body(rank, world_size):

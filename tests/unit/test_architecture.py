@@ -21,35 +21,35 @@ PAGE = (HERE / "docs/architecture.md").read_text()
 GLOSSARY = (HERE / "docs/glossary.md").read_text()
 
 
-def section(title: str) -> str:
+def read_section(title: str) -> str:
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def block(title: str) -> list[str]:
+def read_block(title: str) -> list[str]:
     """The lines of a section's first picture."""
-    return section(title).split("```")[1].strip("\n").splitlines()
+    return read_section(title).split("```")[1].strip("\n").splitlines()
 
 
-def cells(text: str) -> list[list[str]]:
+def read_cells(text: str) -> list[list[str]]:
     """The rows of the tables in a text, without their heads."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     rules = {i for i, line in enumerate(lines) if set("".join(line)) <= set("-|: ")}
     return [line for i, line in enumerate(lines) if i not in rules and i + 1 not in rules]
 
 
-def layers() -> list[str]:
+def list_layers() -> list[str]:
     contracts = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     [contract] = [contract for contract in contracts if contract["id"] == "wings"]
     return [re.sub("[()]", "", layer) for layer in contract["layers"]]
 
 
 def test_architecture_page_layers_equal_import_linter_layers():
-    assert block("Package layers") == layers()
+    assert read_block("Package layers") == list_layers()
 
 
 def test_architecture_page_describes_every_package_in_one_sentence():
-    packages = [name for layer in layers() for name in layer.split(" | ")]
-    found = {name.strip("`"): sentence for name, sentence in cells(section("Package layers"))}
+    packages = [name for layer in list_layers() for name in layer.split(" | ")]
+    found = {name.strip("`"): sentence for name, sentence in read_cells(read_section("Package layers"))}
     assert list(found) == packages
     assert [name for name, sentence in found.items() if len(re.findall(r"\.(?: |$)", sentence)) != 1] == []
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
@@ -63,9 +63,9 @@ def test_architecture_page_step_diagram_equals_training_loop():
     [loop] = [node for node in function.body if isinstance(node, ast.For)]
     calls = [node for statement in loop.body for node in ast.walk(statement) if isinstance(node, ast.Call)]
     names = [ast.unparse(call.func).removeprefix("run.") for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
-    drawn = [re.findall(r"([\w.]+)\(", line) for line in block("Training step")]
+    drawn = [re.findall(r"([\w.]+)\(", line) for line in read_block("Training step")]
     assert [name for line in drawn for name in line] == [name for name in names if name != "timers"]
-    words = [line.split()[0] for line in block("Training step") if not line.startswith(" ")]
+    words = [line.split()[0] for line in read_block("Training step") if not line.startswith(" ")]
     assert words == re.findall(r"# ([A-Z]{4,}) ", inspect.getsource(train.train))
 
 
@@ -79,16 +79,18 @@ def test_core_imports_nothing_outside_itself_for_type_checking_either():
 
 
 def test_architecture_page_names_every_core_file_once():
-    walked = re.findall(r"^\| `core/([\w/]+\.py)` \|", section("Files of core"), re.M)
+    walked = re.findall(r"^\| `core/([\w/]+\.py)` \|", read_section("Files of core"), re.M)
     there = [str(path.relative_to(PACKAGE / "core")) for path in (PACKAGE / "core").rglob("*.py") if path.name != "__init__.py"]
     assert sorted(walked) == sorted(there)
 
 
 def test_architecture_page_paths_and_functions_exist():
     """Folders and files, and the functions that `What happens when` names with them."""
-    places = re.findall(r"`((?:core|run|plugins|commands)/[\w/.]*)`", section("Where do I put a new part") + section("What happens when"))
+    places = re.findall(
+        r"`((?:core|run|plugins|commands)/[\w/.]*)`", read_section("Where do I put a new part") + read_section("What happens when")
+    )
     assert len(places) > 40 and [place for place in places if not (PACKAGE / place).exists()] == []
-    for path, text in re.findall(r"^\d\. `([\w/]+\.py)`(.*)", section("What happens when"), re.M):
+    for path, text in re.findall(r"^\d\. `([\w/]+\.py)`(.*)", read_section("What happens when"), re.M):
         for name in re.findall(r"`([a-z]+_[a-z_]+|[A-Z]\w+)`", text):
             assert name in (PACKAGE / path).read_text(), (path, name)
 
@@ -98,10 +100,10 @@ def split_output(path: str) -> int:
 
 
 def test_architecture_reading_order_line_counts_are_correct():
-    said = {name.strip("`"): int(lines) for name, lines, *_ in cells(section("Reading order"))}
+    said = {name.strip("`"): int(lines) for name, lines, *_ in read_cells(read_section("Reading order"))}
     for name, lines in said.items():
         assert split_output(name) == pytest.approx(lines, rel=0.1, abs=10), name
-    total = int(re.search(r"they are ([\d,]+) lines", section("Reading order"))[1].replace(",", ""))
+    total = int(re.search(r"they are ([\d,]+) lines", read_section("Reading order"))[1].replace(",", ""))
     assert sum(map(split_output, said)) == pytest.approx(total, rel=0.1) and sum(said.values()) == total
 
 
@@ -125,13 +127,13 @@ def test_docs_pages_are_all_in_site_navigation():
 
 
 def test_architecture_page_counts_files_of_completion_path():
-    way = re.findall(r"^\d+\. `(.*?)`", section("Path of a completion"), re.M)
+    way = re.findall(r"^\d+\. `(.*?)`", read_section("Path of a completion"), re.M)
     assert all((PACKAGE / path).is_file() for path in way)
     assert f"That is {len(way)} files" in PAGE
 
 
 def test_extension_points_name_existing_files_and_tables():
-    for row in cells(section("Extension points")):
+    for row in read_cells(read_section("Extension points")):
         for name in re.findall(r"`((?:megatron_grpo|tests)/[\w/.]+)`", " ".join(row)):
             assert (HERE / name).exists(), name
         for table, path in re.findall(r"`([A-Z_]{4,})`(?: or `[A-Z]+`)? (?:in|of) `([\w/]+\.py)`", row[2]):
@@ -154,7 +156,7 @@ def test_glossary_class_names_exist():
 
 def test_glossary_words_are_unique_with_one_sentence():
     """At most 40 words: what is called as in TRL, vLLM and Megatron needs no explanation."""
-    rows = cells(GLOSSARY)
+    rows = read_cells(GLOSSARY)
     assert len(rows) <= 40
     words = [word for word, _ in rows]
     assert len(words) == len(set(words))

@@ -28,12 +28,12 @@ from megatron_grpo.run.rewards.reward_manager import RewardManager
 from megatron_grpo.run.rewards.scoring import score as score_batch
 from tests.agents import Ledger
 from tests.agents import played as play_agents
-from tests.unit.environments.scripted import QUESTION, played
+from tests.unit.environments.scripted import QUESTION, run_episodes
 
 CHAT = [{"role": "user", "content": "Q "}]
 
 
-def reward(function, **settings):
+def make_reward(function, **settings):
     return RewardFunction(name=function.__name__, function=function, timeout=5.0, **settings)
 
 
@@ -64,7 +64,7 @@ def test_reward_functions_receive_unmodified_row_copies():
         "notes": {"array": np.ones(4), "picture": Image.new("RGB", (8, 8)), "object": SimpleNamespace(items=[1, 2])},
     }  # fmt: skip
     prompt = Prompt(number=0, row=0, raw=CHAT, token_ids=(1,), columns=columns)
-    manager = RewardManager([reward(empties), reward(empties_later), reward(empties)])
+    manager = RewardManager([make_reward(empties), make_reward(empties_later), make_reward(empties)])
     for _ in range(2):  # a later rollout, of the same rows
         [scored] = manager(list_process_groups([prompt]))
         assert scored.rewards == ((16.0, 16.0, 16.0),) * 3
@@ -80,9 +80,9 @@ def test_reward_function_retry_receives_unmodified_rows():
 
     batch = RewardBatch(prompts=["p"] * 4, completions=["ok", "ok", "bad", "ok"], completion_ids=[[1]] * 4, columns={"todo": [[5.0]] * 4},
                         labels=list("abcd"))  # fmt: skip
-    assert [row[0] for row in score_batch([reward(takes, on_error="none")], batch).rows] == [5.0, 5.0, None, 5.0]
+    assert [row[0] for row in score_batch([make_reward(takes, on_error="none")], batch).rows] == [5.0, 5.0, None, 5.0]
     with pytest.raises(RewardError, match="ValueError: no .*on c"):
-        score_batch([reward(takes)], batch)
+        score_batch([make_reward(takes)], batch)
 
 
 def test_reward_that_edits_inputs_does_not_affect_others_or_resume(tmp_path):
@@ -100,7 +100,7 @@ def test_reward_that_edits_inputs_does_not_affect_others_or_resume(tmp_path):
 
     first, kept = stream(), stream().state()
     prompts = first.take(6)
-    for scored in RewardManager([reward(trims), reward(trims)])(list_process_groups(prompts)):
+    for scored in RewardManager([make_reward(trims), make_reward(trims)])(list_process_groups(prompts)):
         assert scored.rewards == ((4.0, 4.0),) * 3
     assert {prompt.raw[0]["content"] for prompt in prompts} == {f" Q{n} " for n in range(6)}
     assert stream().problems_with(first.state()) == [] and first.state()["fingerprint"] == kept["fingerprint"]
@@ -150,7 +150,7 @@ class Deck(Environment):
 def test_episodes_receive_unmodified_row_copies():
     columns = {"todo": {"deck": list(range(20))}}
     for _ in range(2):
-        completions, _ = played(Deck, "a", n=4, columns=columns, max_turns=2)
+        completions, _ = run_episodes(Deck, "a", n=4, columns=columns, max_turns=2)
         assert [one.record.turn_rewards for one in completions] == [(19.0, 18.0)] * 4
         assert {one.record.messages[0]["content"] for one in completions} == {"q"}
     assert QUESTION == [{"role": "user", "content": "q"}]
@@ -205,7 +205,7 @@ class VerifiersDeck:
 def test_third_party_environments_receive_row_copy_per_episode(cls, left):
     columns = {"todo": {"deck": [1, 2, 3]}, "env_config": {"sizes": [1, 2]}, "info": {"seen": [1]}}
     for _ in range(2):
-        completions, _ = played(adapted(cls), "a", n=3, columns=columns, max_turns=1)
+        completions, _ = run_episodes(adapted(cls), "a", n=3, columns=columns, max_turns=1)
         found = [one.record.messages[-1]["content"] if isinstance(left, str) else one.record.turn_rewards[-1] for one in completions]
         assert found == [left] * 3, completions[0].record
         assert {one.record.messages[0]["content"] for one in completions} == {"q"}

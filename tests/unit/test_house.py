@@ -17,7 +17,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 WIDE_CONSTRUCTORS = {"api.trainer.GRPOTrainer": "TRL's arguments, in TRL's order"}
 
 
-def functions_in(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def list_functions(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Every function with its name inside the module; of a nested one, the names around it too."""
 
     def walk(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -32,36 +32,36 @@ def functions_in(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.Async
     return walk(ast.parse(source), ())
 
 
-def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def count_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Without its decorators and its docstring, with everything else."""
     first = function.body[0]
     docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(function) is not None else 0
     return (function.end_lineno or 0) - function.lineno + 1 - docstring
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Without self; *args and **kwargs are one each."""
     args = function.args
     stars = [star for star in (args.vararg, args.kwarg) if star is not None]
     return len([*args.posonlyargs, *args.args, *args.kwonlyargs, *stars]) - 1
 
 
-def everything() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def list_all_functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     found = []
     for root, path in ((folder, path) for folder in (PACKAGE, REFEREE) for path in sorted(folder.rglob("*.py"))):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        found += [(f"{module}.{name}", function) for name, function in functions_in(path.read_text(encoding="utf-8"))]
+        found += [(f"{module}.{name}", function) for name, function in list_functions(path.read_text(encoding="utf-8"))]
     return found
 
 
 def test_functions_have_at_most_60_lines_or_a_reason():
-    long = {name: lines(function) for name, function in everything() if lines(function) > MOST_LINES}
+    long = {name: count_lines(function) for name, function in list_all_functions() if count_lines(function) > MOST_LINES}
     assert long.keys() == LONG_FUNCTIONS.keys(), f"too long, or in the list and no longer long: {long}"
 
 
 def test_constructors_have_at_most_8_parameters_or_a_reason():
     """A dataclass is no constructor: its fields are what it is."""
-    constructors = {name.removesuffix(".__init__"): parameters(f) for name, f in everything() if name.endswith(".__init__")}
+    constructors = {name.removesuffix(".__init__"): count_parameters(f) for name, f in list_all_functions() if name.endswith(".__init__")}
     wide = {name: count for name, count in constructors.items() if count > MOST_PARAMETERS}
     assert wide.keys() == WIDE_CONSTRUCTORS.keys(), f"too wide, or in the list and no longer wide: {wide}"
 
@@ -76,6 +76,6 @@ class A:
     def __init__(self, a, /, b, *c, d=1, **e):
         pass
 """
-    found = dict(functions_in(source))
-    assert {name: lines(function) for name, function in found.items()} == {"A.f": 3, "A.f.g": 2, "A.__init__": 2}
-    assert parameters(found["A.__init__"]) == 5
+    found = dict(list_functions(source))
+    assert {name: count_lines(function) for name, function in found.items()} == {"A.f": 3, "A.f.g": 2, "A.__init__": 2}
+    assert count_parameters(found["A.__init__"]) == 5

@@ -14,22 +14,22 @@ import megatron_grpo_referee
 PACKAGE, REFEREE = (Path(package.__file__).parent for package in (megatron_grpo, megatron_grpo_referee))
 
 
-def sources() -> list[tuple[str, Path]]:
+def list_sources() -> list[tuple[str, Path]]:
     """(place inside its package, file) of each module of both distributions."""
     return [(str(path.relative_to(folder)), path) for folder in (PACKAGE, REFEREE) for path in sorted(folder.rglob("*.py"))]
 
 
-def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    for place, path in sources():
+def list_classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for place, path in list_sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 yield place, node
 
 
-def exceptions() -> set[str]:
+def list_exceptions() -> set[str]:
     """Names of the package's classes that derive from an exception, over any number of steps."""
     found = {"Exception", "BaseException", "ValueError", "RuntimeError", "TypeError", "OSError"}
-    bases = {node.name: {ast.unparse(base).split(".")[-1] for base in node.bases} for _, node in classes()}
+    bases = {node.name: {ast.unparse(base).split(".")[-1] for base in node.bases} for _, node in list_classes()}
     while grown := {name for name, above in bases.items() if above & found} - found:
         found |= grown
     return found & bases.keys()
@@ -37,22 +37,22 @@ def exceptions() -> set[str]:
 
 def test_exception_names_end_in_error():
     """Private ones may carry control, not a fault."""
-    assert [name for name in sorted(exceptions()) if not name.endswith("Error") and not name.startswith("_")] == []
+    assert [name for name in sorted(list_exceptions()) if not name.endswith("Error") and not name.startswith("_")] == []
 
 
 def test_public_class_names_are_unique():
     places = defaultdict(set)
-    for path, node in classes():
+    for path, node in list_classes():
         if not node.name.startswith("_"):
             places[node.name].add(path)
     assert {name: sorted(where) for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_exception_subclasses_are_recognized():
-    assert {"RowsError", "RunError", "ConfigError"} <= exceptions()
+    assert {"RowsError", "RunError", "ConfigError"} <= list_exceptions()
 
 
-def documented_functions() -> Iterator[tuple[str, set[str], set[str], bool]]:
+def list_documented_functions() -> Iterator[tuple[str, set[str], set[str], bool]]:
     """(place, arguments, names in the section Args, whether users call or implement it) of every public function with a docstring.
 
     A constructor's arguments are in its docstring, or in that of its class. A method without a docstring implements a protocol, which has
@@ -68,7 +68,7 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str], bool]]:
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield node, owner
 
-    for place, path in sources():
+    for place, path in list_sources():
         for function, owner in walk(ast.parse(path.read_text(encoding="utf-8")).body, None):
             is_constructor = owner is not None and function.name == "__init__"
             docstring = ast.get_docstring(function) or (ast.get_docstring(owner) if owner is not None and is_constructor else None)
@@ -90,7 +90,7 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str], bool]]:
 
 def test_public_arguments_are_documented_in_95_percent():
     """Elsewhere a docstring has the arguments that the signature does not explain: shapes, units, None, collectives."""
-    functions = [(place, names, documented) for place, names, documented, is_users in documented_functions() if is_users]
+    functions = [(place, names, documented) for place, names, documented, is_users in list_documented_functions() if is_users]
     wanted = sum(len(names) for _, names, _ in functions)
     named = sum(len(names & documented) for _, names, documented in functions)
     missing = [f"{place}: {', '.join(sorted(names - documented))}" for place, names, documented in functions if names - documented]
@@ -104,7 +104,7 @@ KEPT = {"pad_to_multiple_of", "pass_of", "of"}
 def test_names_do_not_begin_or_end_with_of():
     """A function begins with a verb, a constructor is from_x."""
     pattern, found = re.compile(r"_*(of_\w*|\w+_of|of)$", re.IGNORECASE), set()
-    for place, path in sources():
+    for place, path in list_sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 name = node.name
@@ -122,10 +122,10 @@ def test_names_do_not_begin_or_end_with_of():
 def test_field_shapes_are_in_class_docstrings():
     """Not in a comment behind the field, which no tool shows."""
     shape = re.compile(r"#.*(\b(u?int|float|bool)\d* ?\[|\[[A-Zt]\b)")
-    lines = {place: path.read_text(encoding="utf-8").splitlines() for place, path in sources()}
+    lines = {place: path.read_text(encoding="utf-8").splitlines() for place, path in list_sources()}
     fields = [
         f"{path}:{field.end_lineno} {lines[path][(field.end_lineno or 0) - 1].strip()}"
-        for path, node in classes()
+        for path, node in list_classes()
         for field in node.body
         if isinstance(field, ast.AnnAssign) and not node.name.startswith("_")
     ]
@@ -133,7 +133,7 @@ def test_field_shapes_are_in_class_docstrings():
 
 
 def test_documented_arguments_exist_in_signature():
-    stale = {place: documented - names for place, names, documented, _ in documented_functions() if documented - names}
+    stale = {place: documented - names for place, names, documented, _ in list_documented_functions() if documented - names}
     assert stale == {}
 
 
@@ -146,7 +146,7 @@ RIDDLES = frozenset(
 PUBLIC_ARGUMENTS = {("plugins/environments/rollout_func.py", "asked")}
 
 
-def local_names(source: str) -> Iterator[str]:
+def list_local_names(source: str) -> Iterator[str]:
     """Names of arguments and local variables of functions, lambdas and comprehensions in them."""
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -162,11 +162,11 @@ def test_local_names_contain_no_riddles():
     riddles = {
         (str(path.relative_to(PACKAGE)), name)
         for path in PACKAGE.rglob("*.py")
-        for name in local_names(path.read_text(encoding="utf-8"))
+        for name in list_local_names(path.read_text(encoding="utf-8"))
         if name in RIDDLES
     }
     assert riddles == PUBLIC_ARGUMENTS
 
 
 def test_local_name_search_finds_every_kind():
-    assert set(local_names("def f(one, *, two):\n    x = [y for y in one]\n    return lambda z: x\n")) == {"one", "two", "x", "y", "z"}
+    assert set(list_local_names("def f(one, *, two):\n    x = [y for y in one]\n    return lambda z: x\n")) == {"one", "two", "x", "y", "z"}

@@ -206,17 +206,19 @@ def test_size_ledger_merge_counts_messages_of_merged_commits(toy, paid):
     assert len(toy.problems()) == (0 if paid else 1)
 
 
-def clone(toy: ToyRepository, at: Path, *words: str) -> None:
+def clone_repository(toy: ToyRepository, at: Path, *words: str) -> None:
     toy.git("clone", "-q", *words, f"file://{toy.root}", str(at))
 
 
-def archive(toy: ToyRepository, at: Path) -> None:
+def archive_repository(toy: ToyRepository, at: Path) -> None:
     at.mkdir()
     toy.git("archive", "--output", f"{at}.tar", "HEAD")
     subprocess.run(["tar", "-C", at, "-xf", f"{at}.tar"], check=True)
 
 
-@pytest.mark.parametrize("copy", [lambda toy, at: clone(toy, at, "--depth", "1"), archive], ids=["shallow clone", "archive"])
+@pytest.mark.parametrize(
+    "copy", [lambda toy, at: clone_repository(toy, at, "--depth", "1"), archive_repository], ids=["shallow clone", "archive"]
+)
 def test_size_ledger_without_history_checks_figures_with_note(toy, tmp_path_factory, copy):
     toy.commit("run: grow", {RUN: 210})
     at = tmp_path_factory.mktemp("copies") / "copy"
@@ -230,7 +232,7 @@ def test_size_ledger_without_history_checks_figures_with_note(toy, tmp_path_fact
 def test_size_ledger_of_clone_equals_repository(toy, tmp_path_factory):
     toy.commit("run: grow", {RUN: 210})
     at = tmp_path_factory.mktemp("copies") / "copy"
-    clone(toy, at)
+    clone_repository(toy, at)
     subprocess.run(["git", "-C", at, "checkout", "-q", "--detach"], check=True)
     subprocess.run(["git", "-C", at, "remote", "remove", "origin"], check=True)
     assert size_ledger.check(at)[0] == toy.problems() != []

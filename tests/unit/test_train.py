@@ -37,19 +37,19 @@ from megatron_grpo.core.types import ScoredGroup
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator
 from tests.scripted_engine import ScriptedEngine
-from tests.unit.batching.test_schedule import NaiveSchedule, table_of
+from tests.unit.batching.test_schedule import NaiveSchedule, make_schedule
 from tests.unit.trainer.test_rollouts import NumberedPrompts, SingleRankState
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)
 
 
-def logprob(version: int, refused: Collection[int] = ()) -> float:
+def compute_logprob(version: int, refused: Collection[int] = ()) -> float:
     """Of every token, by the weights of a version, which steps that were refused have not moved; the sampler's differ by 0.5."""
     return -1.0 - (version - sum(step < version for step in refused)) / 64
 
 
 def answer(prompt, place, version, refused=()):
-    logprobs = [logprob(version, refused) - 0.5] * 2
+    logprobs = [compute_logprob(version, refused) - 0.5] * 2
     return make_completion(prompt.token_ids, (10 + place, 20 + version), logprobs, text="", finish_reason="stop", version=version)
 
 
@@ -102,7 +102,7 @@ class CountingPolicy:
         return nullcontext()
 
     def logprobs(self, micro_batches):
-        return [np.full(len(micro.targets), logprob(self.weights), dtype=np.float32) for micro in micro_batches]
+        return [np.full(len(micro.targets), compute_logprob(self.weights), dtype=np.float32) for micro in micro_batches]
 
     def old_logprobs(self, micro_batches):
         return self.logprobs(micro_batches), None
@@ -126,14 +126,14 @@ class CountingPolicy:
         refused = batch.step in self.refuses
         self.skips = self.skips.after(is_skipped=refused)
         if refused:
-            skipped_step = SkippedStep(why="this is a test", skips=self.skips, bad_micro_batches=(culprit_of(batch),))
+            skipped_step = SkippedStep(why="this is a test", skips=self.skips, bad_micro_batches=(find_bad_micro_batch(batch),))
             return SimpleNamespace(metrics={}, logprobs={}, skipped=skipped_step.why, skipped_step=skipped_step)
-        logprobs = {row: np.full(2, logprob(self.weights)) for micro in batch.micro_batches for row in micro.rows}
+        logprobs = {row: np.full(2, compute_logprob(self.weights)) for micro in batch.micro_batches for row in micro.rows}
         self.weights += 1
         return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None, skipped_step=None)
 
 
-def culprit_of(batch) -> BadMicroBatch:
+def find_bad_micro_batch(batch) -> BadMicroBatch:
     return BadMicroBatch(micro_batch=0, ranks=(0,), norm=math.inf, rows=batch.micro_batches[0].rows)
 
 
@@ -229,7 +229,7 @@ class Case:
 
     @property
     def table(self) -> TrainingSchedule:
-        table = table_of(self.sizes, self.num_steps, epoch=self.epoch, old_logprobs=self.old_logprobs)
+        table = make_schedule(self.sizes, self.num_steps, epoch=self.epoch, old_logprobs=self.old_logprobs)
         return replace(table, sizes=replace(table.sizes, async_rollout_depth=self.depth))
 
     @property
@@ -255,7 +255,7 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
         last, how = min(ends.items(), default=(case.num_steps, ""))
         policy, logger = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), RecordingLogger()
         try:
-            train(run_of(case, policy, logger, disk, is_dropped_at=last if how == "drop" else None,
+            train(make_run(case, policy, logger, disk, is_dropped_at=last if how == "drop" else None,
                          is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
         except (RunInterruptedError, Killed):
             del ends[last]
@@ -286,7 +286,7 @@ class ScriptedStop:
         return "SIGTERM"
 
 
-def run_of(
+def make_run(
     case: Case,
     policy: CountingPolicy,
     logger: RecordingLogger,
@@ -321,7 +321,7 @@ def run_of(
     )  # fmt: skip
 
 
-def slowly(case: Case) -> dict:
+def run_naively(case: Case) -> dict:
     """{step: {row: [(version by its tokens, by its log-probs, old log-prob, token weight, advantage) for each time it is trained]}}."""
     a, w, mu = case.sizes
     stream, engine, rows, fresh, by = NumberedPrompts(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
@@ -349,10 +349,10 @@ def slowly(case: Case) -> dict:
             break
         of_sampler = case.old_logprobs == "rollout"
         anchor = by[number] if of_sampler else fresh[number]
-        old = None if step == anchor else round(logprob(anchor, case.refused) - 0.5 * of_sampler, 6)
+        old = None if step == anchor else round(compute_logprob(anchor, case.refused) - 0.5 * of_sampler, 6)
         for row in (2 * j, 2 * j + 1):
             weight = 1 / (4 * sum(row[-1] == step for row in walk))  # two tokens of two rows a micro-step, of those that it has
-            values = (by[number], logprob(by[number], case.refused), old, weight, float(np.float32(rows[number, row])))
+            values = (by[number], compute_logprob(by[number], case.refused), old, weight, float(np.float32(rows[number, row])))
             trained.setdefault(step, {}).setdefault((number, row), []).append(values)
     return trained
 
@@ -368,7 +368,7 @@ def is_sampled_anew(case: Case, before: int, step: int) -> bool:
     return ends.get(step) == "give up"
 
 
-def evaluated_slowly(case: Case) -> dict[int, float]:
+def evaluate_naively(case: Case) -> dict[int, float]:
     """An evaluation waits for a step before which nothing is being sampled."""
     due = {0, case.num_steps, *range(0, case.num_steps, case.eval_every)}
     steps = [step for step in range(case.num_steps) if not case.depth or step in case.comes_in or step > max(case.comes_in)]
@@ -392,8 +392,8 @@ def test_training_loop_equals_naive_loop_for_any_save_and_stop(size, num_steps, 
     Also where steps are refused: their rows count as used, versions go on, and weights and old log-probs are what they were."""
     case = Case(size, num_steps, ends=tuple((step, one) for step, one in sorted(how.items()) if step < num_steps), **modes)
     trained, evaluated, batches = run_to_its_end(case)
-    assert trained == slowly(case)
-    assert evaluated == (evaluated_slowly(case) if case.eval_every else {})
+    assert trained == run_naively(case)
+    assert evaluated == (evaluate_naively(case) if case.eval_every else {})
     if not {"drop", "give up"} & set(how.values()):  # it is as old as the timetable says
         for batch in batches:
             rows = [row for row in case.table.step(batch.step).micro_steps for _ in range(*row.rows)]
@@ -410,9 +410,9 @@ def test_training_loop_resumes_with_other_depth_and_more_steps(size, parts, old)
         end += steps
         case = Case(size, end, depth=depth, old_logprobs=old)
         policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-        train(run_of(case, policy, RecordingLogger(), disk, is_dropped_at=None))
+        train(make_run(case, policy, RecordingLogger(), disk, is_dropped_at=None))
         trained |= policy.trained
-    once = slowly(Case(size, end, depth=0, old_logprobs=old))
+    once = run_naively(Case(size, end, depth=0, old_logprobs=old))
     assert {step: {row: len(times) for row, times in rows.items()} for step, rows in trained.items()} == {
         step: {row: len(times) for row, times in rows.items()} for step, rows in once.items()
     }
@@ -433,7 +433,7 @@ def test_training_loop_without_servers_saves_without_pending_samples(save_every)
     """The flight that was launched at step 2 finds no servers; the next process samples its rollout anew."""
     case, disk = Case((2, 4, 1), 8, save_every=save_every), MemoryDisk(every=save_every)
     policy, logger = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2)), RecordingLogger()
-    run = run_of(case, policy, logger, disk, is_dropped_at=None)
+    run = make_run(case, policy, logger, disk, is_dropped_at=None)
     answers, run.engine._answer = run.engine._answer, lambda *asked: lost(*asked)
 
     def lost(prompt, place, version):
@@ -446,14 +446,14 @@ def test_training_loop_without_servers_saves_without_pending_samples(save_every)
     assert len(logger.batches) == disk.saved[0].step == 4 - save_every
     assert disk.saved[0].num_prompts == disk.saved[3]["taken"] == 8
     again = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-    train(run_of(case, again, RecordingLogger(), disk, is_dropped_at=None))
-    assert policy.trained | again.trained == slowly(replace(case, ends=((2, "drop"),), save_every=0))
+    train(make_run(case, again, RecordingLogger(), disk, is_dropped_at=None))
+    assert policy.trained | again.trained == run_naively(replace(case, ends=((2, "drop"),), save_every=0))
 
 
 def test_training_loop_launches_all_rollouts_of_a_sampling_step():
     """Three rollouts to two steps: sometimes two come in together, and neither asks a prompt when it does."""
     case, logger = Case((3, 2, 1), 8), RecordingLogger()
-    run = run_of(case, CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2)), logger, MemoryDisk(every=0), is_dropped_at=None)
+    run = make_run(case, CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2)), logger, MemoryDisk(every=0), is_dropped_at=None)
     asked, generate = [], run.engine.generate
     run.engine.generate = lambda prompts, *rest, **more: asked.append(len(prompts)) or generate(prompts, *rest, **more)
     train(run)
@@ -468,7 +468,7 @@ def test_training_loop_launches_all_rollouts_of_a_sampling_step():
 def test_training_loop_retrains_skipped_rows_against_their_start_version(size, refused, depth):
     case = Case(size, 8, depth=depth, refused=frozenset(refused), save_every=3, ends=((4, "stop"), (6, "kill")))
     trained, _, _ = run_to_its_end(case)
-    assert trained == slowly(case)
+    assert trained == run_naively(case)
 
 
 def test_training_loop_raises_after_consecutive_skips_with_last_good_checkpoint():
@@ -483,7 +483,7 @@ def test_training_loop_raises_after_consecutive_skips_with_last_good_checkpoint(
         RunError,
         match=r"3 optimizer steps in a row were skipped .*step 7, this is a test.*2; continue with --resume checkpoint 2",
     ):
-        train(run_of(case, policy, logger, disk, is_dropped_at=None))
+        train(make_run(case, policy, logger, disk, is_dropped_at=None))
     assert disk.saved[0].step == 6 and policy.weights == 3 and sorted(logger.refused) == [3, 5, 6, 7]
     record, lines = logger.refused[7]
     assert (record["in_a_row"], record["skipped_iterations"]) == (3, 4)
@@ -506,7 +506,7 @@ def test_training_loop_raises_on_non_finite_weights_with_last_good_checkpoint():
 
     policy.train_step = train_step
     with pytest.raises(WeightsNotFiniteError) as error:
-        train(run_of(case, policy, logger, disk, is_dropped_at=None))
+        train(make_run(case, policy, logger, disk, is_dropped_at=None))
     assert str(error.value) == (
         "The run ends at optimizer step 5: the weights are not finite (rank 1: decoder.w), so no further step can succeed. "
         "The last good checkpoint is checkpoint 2; continue with --resume checkpoint 2."
@@ -519,7 +519,7 @@ def test_training_loop_raises_on_non_finite_weights_with_last_good_checkpoint():
 def test_training_loop_raises_on_sync_of_non_finite_weights():
     case, disk = Case((1, 2, 1), 9, depth=0), MemoryDisk(every=1)
     policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-    run = run_of(case, policy, RecordingLogger(), disk, is_dropped_at=None)
+    run = make_run(case, policy, RecordingLogger(), disk, is_dropped_at=None)
     push = run.weight_sync.sync_weights
 
     def sync_weights(version):
@@ -548,7 +548,7 @@ class CurrentWeightsPenalty:
 
     def __call__(self, rows):
         return np.zeros(len(rows.rows)), {
-            key: np.full(len(one.token_ids), logprob(self.policy.version)) for key, one in rows.sequences.items()
+            key: np.full(len(one.token_ids), compute_logprob(self.policy.version)) for key, one in rows.sequences.items()
         }
 
 
@@ -556,12 +556,12 @@ class CurrentWeightsPenalty:
 def test_training_loop_reuses_penalty_scores_as_old_logprobs_in_same_step(depth, save_every):
     case = Case((2, 8, 1), 12, depth=depth, save_every=save_every)
     policy = CountingPolicy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-    run = run_of(case, policy, RecordingLogger(), MemoryDisk(every=save_every), is_dropped_at=None)
+    run = make_run(case, policy, RecordingLogger(), MemoryDisk(every=save_every), is_dropped_at=None)
     run.rollouts.penalty = CurrentWeightsPenalty(policy)
     scored = []
     policy.logprobs = lambda micro_batches: scored.append(policy.version) or CountingPolicy.logprobs(policy, micro_batches)
     train(run)
-    assert policy.trained == slowly(case)
+    assert policy.trained == run_naively(case)
     # A save after every step takes rollouts in at steps 1, 5 and 9, before their own: 4 and 8 score them again.
     assert scored == ([4, 8] if save_every == 1 else [])
 

@@ -8,7 +8,7 @@ import torch
 from megatron_grpo.commands.analysis.fingerprint import WORDS, fingerprint
 
 
-def by_hand(raw: bytes) -> int:
+def compute_by_hand(raw: bytes) -> int:
     """Word by word, in Python's integers."""
     from megatron_grpo.commands.analysis.fingerprint import _GOLDEN, _factors
 
@@ -25,7 +25,7 @@ def by_hand(raw: bytes) -> int:
 def test_fingerprint_equals_formula_at_any_storage_offset(dtype, size):
     whole = torch.randn(size + 5, generator=torch.Generator().manual_seed(size)).mul(50).to(dtype)
     raw = whole[1 : size + 1].clone().view(torch.uint8).numpy().tobytes()
-    assert int(fingerprint(whole[1 : size + 1])) == int(fingerprint(whole[1 : size + 1].clone())) == by_hand(raw)
+    assert int(fingerprint(whole[1 : size + 1])) == int(fingerprint(whole[1 : size + 1].clone())) == compute_by_hand(raw)
 
 
 def test_fingerprint_changes_with_bits_order_chunks_and_sign_of_zero():

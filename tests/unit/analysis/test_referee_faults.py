@@ -142,7 +142,7 @@ def test_referee_names_a_planted_trl_fault_first(name, tmp_path):
         assert find_first_micro_step(judge(tmp_path / "sound", 3, settings, **made)) is None
 
 
-def drawn(rng):
+def draw_settings(rng):
     """Settings by lot."""
     loss_type = str(rng.choice(["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]))
     s: dict = {"loss_type": loss_type, "epsilon_high": float(rng.choice([0.2, 0.28, 5.0 if loss_type == "cispo" else 0.4]))}
@@ -167,14 +167,14 @@ def drawn(rng):
 @pytest.mark.parametrize("lot", range(10))
 def test_referee_reports_nothing_for_correct_trl_dumps(lot, tmp_path):
     for seed in range(20 * lot, 20 * lot + 20):
-        settings, made = drawn(np.random.default_rng([seed, 11]))
+        settings, made = draw_settings(np.random.default_rng([seed, 11]))
         found = find_first_micro_step(judge(tmp_path / str(seed), seed, settings, **made))
         assert found is None, (seed, settings, made, found)
 
 
 def test_referee_in_bfloat16_ignores_rounding_and_reports_faults(tmp_path):
     for seed in range(20):
-        settings, made = drawn(np.random.default_rng([seed, 11]))
+        settings, made = draw_settings(np.random.default_rng([seed, 11]))
         found = judge(tmp_path / str(seed), seed, settings, dtype=torch.bfloat16, **made)
         assert find_first_micro_step(found) is None, (seed, settings, made, found)
     settings, made, (method, text, instead), quantity, cause = FAULTS["length bias"]

@@ -14,7 +14,7 @@ import pytest
 from tests import referee_dumps as dumps
 
 
-def referee(*argv) -> tuple[int, dict]:
+def run_referee(*argv) -> tuple[int, dict]:
     from megatron_grpo import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
@@ -64,27 +64,27 @@ CASES = {
 def test_referee_reports_nothing_for_correct_dumps(name, tmp_path):
     write, settings, argv, _ = CASES[name]
     for seed in range(3):
-        code, told = referee(write(tmp_path / str(seed), seed, **settings), *argv)
+        code, told = run_referee(write(tmp_path / str(seed), seed, **settings), *argv)
         assert code == 0 and told["findings"] and "loss_scale_factor" not in str(told["lacks"]), (seed, told)
 
 
 @pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, (*_, faults) in CASES.items() for wrong in faults])
 def test_referee_names_a_planted_fault_first(name, wrong, tmp_path):
     write, settings, argv, faults = CASES[name]
-    code, told = referee(write(tmp_path, 3, wrong=wrong, **settings), *argv)
+    code, told = run_referee(write(tmp_path, 3, wrong=wrong, **settings), *argv)
     assert code == 3 and told["first"] == faults[wrong][0] and faults[wrong][1] in told["cause"], told
 
 
 def test_files_of_other_versions_are_refused_by_name(tmp_path):
     path = dumps.slime_train_data(tmp_path, 0, version=1)
-    code, told = referee(path, *SLIME)
+    code, told = run_referee(path, *SLIME)
     assert code == 2 and "has format_version 1. This version reads 2" in told["said"]
     file = min(dumps.verl_dump(tmp_path / "verl", 0).iterdir())
-    code, told = referee(file.parent, "--of", "swift")
+    code, told = run_referee(file.parent, "--of", "swift")
     assert code == 2 and "was written by verl 0.9.1. This version reads swift 4.6.0" in told["said"]
     with np.load(file) as arrays:
         np.savez(file, **dict(arrays) | {"system": "verl 0.9.1.dev0"})
-    code, told = referee(file.parent, *VERL)
+    code, told = run_referee(file.parent, *VERL)
     assert code == 2 and "was written by verl 0.9.1.dev0. This version reads verl 0.8. and verl 0.9." in told["said"]
 
 
@@ -95,5 +95,5 @@ def test_a_hook_has_at_most_20_lines(system):
 
 def test_referee_reports_missing_columns_with_the_hook_to_use(tmp_path):
     (tmp_path / "1.jsonl").write_text(json.dumps({"input": "p", "output": "c", "gts": None, "score": 1.0, "step": 1}) + "\n")
-    code, told = referee(tmp_path / "1.jsonl", "--of", "verl")
+    code, told = run_referee(tmp_path / "1.jsonl", "--of", "verl")
     assert code == 0 and not told["findings"] and re.search(r"use the hook of docs/referee_verl.md", " ".join(told["lacks"]))

@@ -87,7 +87,7 @@ def browser():
         launched.close()
 
 
-def opened(browser, folder, runs, **context):
+def open_page(browser, folder, runs, **context):
     """The page of these runs, without a network, with what it requests and what it prints on the console."""
     path = folder / "page.html"
     path.write_text(run_report.make_page(runs_in(runs)), encoding="utf-8")
@@ -102,7 +102,7 @@ def opened(browser, folder, runs, **context):
 
 
 def test_report_page_makes_no_requests_and_draws_every_figure(browser, tmp_path, run):
-    page = opened(browser, tmp_path, [run])
+    page = open_page(browser, tmp_path, [run])
     assert page.requested == [f"file://{tmp_path}/page.html"] and page.printed == []
     assert page.locator("canvas").count() == page.locator("figure").count() == 5
     page.locator("#theme").click()
@@ -110,14 +110,14 @@ def test_report_page_makes_no_requests_and_draws_every_figure(browser, tmp_path,
 
 
 def test_a_script_that_is_not_the_pages_own_does_not_run(browser, tmp_path, run):
-    page = opened(browser, tmp_path, [run])
+    page = open_page(browser, tmp_path, [run])
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=\"http://127.0.0.1:9/x.png\">')")
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'document.title = \"owned\"'}))")
     assert "owned" not in page.title() and len(page.printed) == 2 and all("Content Security Policy" in line for line in page.printed)
 
 
 def test_report_page_escapes_text_of_a_model(browser, tmp_path):
-    page = opened(browser, tmp_path, [write_run(tmp_path / "a<b>run", answer=HOSTILE)])
+    page = open_page(browser, tmp_path, [write_run(tmp_path / "a<b>run", answer=HOSTILE)])
     assert page.title() == "a<b>run – megatron-grpo" and page.printed == []
     assert page.locator("main script, main img, main b, h1 b").count() == 0
     shown = page.locator(".answers pre").all_inner_texts()
@@ -127,14 +127,14 @@ def test_report_page_escapes_text_of_a_model(browser, tmp_path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast_in_both_themes(browser, tmp_path, run, scheme):
     other = write_run(tmp_path / "other", lr=2e-6)
-    assert opened(browser, tmp_path, [run, other], color_scheme=scheme).evaluate(CONTRAST) >= 4.5
+    assert open_page(browser, tmp_path, [run, other], color_scheme=scheme).evaluate(CONTRAST) >= 4.5
 
 
 @pytest.mark.parametrize("names", [["first"], ["first", "other"]])
 def test_a_phone_does_not_scroll_sideways(browser, tmp_path, names):
     event = {"step": 3, "time": "2026-01-02T03:04:05+00:00", "kind": "warning", "text": "A long sentence of a run. " * 9}
     runs = [write_run(tmp_path / name, events=[event]) for name in names]
-    page = opened(browser, tmp_path, runs, viewport={"width": 360, "height": 740})
+    page = open_page(browser, tmp_path, runs, viewport={"width": 360, "height": 740})
     assert page.locator("td.text").first.evaluate("e => e.getBoundingClientRect().right") <= 360, "seen without scrolling in its table"
     page.evaluate("document.querySelectorAll('details').forEach(e => { e.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -142,7 +142,7 @@ def test_a_phone_does_not_scroll_sideways(browser, tmp_path, names):
 
 
 def test_every_figure_is_described_and_has_its_numbers_in_a_table(browser, tmp_path, run):
-    page = opened(browser, tmp_path, [run])
+    page = open_page(browser, tmp_path, [run])
     for figure in page.locator("figure").all():
         assert "at step" in figure.locator("[role=img]").get_attribute("aria-label")
         assert figure.locator("details table tbody tr").count() > 2
@@ -153,7 +153,7 @@ def test_every_figure_is_described_and_has_its_numbers_in_a_table(browser, tmp_p
 
 def test_two_runs_are_curves_of_one_figure_and_settings_that_differ_are_marked(browser, tmp_path, run):
     other = write_run(tmp_path / "other", lr=2e-6, factor=0.5, steps=40)
-    page = opened(browser, tmp_path, [run, other])
+    page = open_page(browser, tmp_path, [run, other])
     words = page.locator("[role=img]").first.get_attribute("aria-label")
     assert "first: training: 0.0125 at step 1, 1 at step 80" in words and "other: training: 0.00625 at step 1, 0.25 at step 40" in words
     rows = [row.inner_text().split() for row in page.locator("h2#settings + .wide tbody tr").all()]

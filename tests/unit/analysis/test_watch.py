@@ -14,7 +14,7 @@ from megatron_grpo.core.base.errors import ConfigError
 from tests.unit.analysis.test_run_report import write_run
 
 
-def shown(folder, capsys):
+def run_watch_command(folder, capsys):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert main(["watch", str(folder)]) == 0
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before, "it changes nothing"
@@ -27,7 +27,7 @@ def test_watch_shows_step_phase_metrics_scores_events_and_completions(tmp_path, 
     run = write_run(tmp_path / "run", steps=40, events=[event])
     now = {"time": time.time(), "step": 40, "phase": "sampling 3 of 8 completions", "speed": "1 s/step  40 s left"}
     (run / "now.json").write_text(json.dumps(now))
-    told = shown(run, capsys)
+    told = run_watch_command(run, capsys)
     assert re.search(r"run: step 40/80 .* 1 s/step  40 s left", told) and "sampling 3 of 8 completions" in told
     assert re.search(r"reward +0.5 +▁.*█", told) and re.search(r"eval +step 40 +0.750 +▁█", told)
     assert "step 30: Something is [odd]." in told and "Sampled after step 3" in told and "user: 2+2?" in told
@@ -48,13 +48,13 @@ def test_watch_shows_that_a_run_ended_or_stopped_writing(tmp_path, capsys, steps
     run = write_run(tmp_path / "run", steps=steps, events=[event])
     if age is not None:
         (run / "now.json").write_text(json.dumps({"time": time.time() - age, "step": steps, "phase": "training"}))
-    assert shown(run, capsys).splitlines()[1].startswith(words)
+    assert run_watch_command(run, capsys).splitlines()[1].startswith(words)
 
 
 def test_watch_shows_a_run_before_its_first_step(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("run:\n  max_steps: 7\n")
     (tmp_path / "now.json").write_text(json.dumps({"time": time.time(), "step": 0, "phase": "starting vLLM, 0:20"}))
-    told = shown(tmp_path, capsys)
+    told = run_watch_command(tmp_path, capsys)
     assert "step 0/7" in told and "starting vLLM, 0:20" in told
 
 

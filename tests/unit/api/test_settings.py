@@ -14,13 +14,13 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run.config import parse
 
 
-def parsed(args, tmp_path):
+def parse_settings(args, tmp_path):
     return parse(write_settings(tmp_path, explicit_settings(args)), dialects=lambda: DIALECTS)
 
 
 def test_settings_of_other_types_are_converted_to_yaml_values(tmp_path):
     args = {"output_dir": Path("out"), "lr": np.float32(0.5), "stop": ("a", "b"), "columns": {"question": "prompt"}, "max_steps": None}
-    found = parsed(args, tmp_path)
+    found = parse_settings(args, tmp_path)
     assert not found.problems
     config = found.config
     assert (config.run.output_dir, config.optimizer.lr, config.rollout.stop) == ("out", 0.5, ["a", "b"])
@@ -35,14 +35,14 @@ def test_settings_with_function_value_are_rejected(tmp_path):
 
 
 def test_an_explicit_default_counts_and_messages_name_the_source(tmp_path):
-    found = parsed(GRPOConfig(lr=1e-6, num_generations="many"), tmp_path)
+    found = parse_settings(GRPOConfig(lr=1e-6, num_generations="many"), tmp_path)
     assert found.config.sources["lr"] == "GRPOConfig" and found.config.sources["seed"] == "default"
     assert [str(one) for one in found.problems] == ["num_generations (GRPOConfig) must be a whole number, not 'many'."]
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "bf16"])
 def test_settings_with_empty_list_are_not_read_as_true(name, tmp_path):
-    [problem] = parsed({name: []}, tmp_path).problems
+    [problem] = parse_settings({name: []}, tmp_path).problems
     assert f"{name} (GRPOConfig) requires a value" in str(problem)
 
 
@@ -65,6 +65,6 @@ def test_settings_from_trl_config_are_the_passed_ones_without_derived_ones(of_tr
     assert of_trl(gradient_accumulation_steps=4) == own | {"gradient_accumulation_steps": 4}
     assert of_trl(gradient_accumulation_steps=4, steps_per_generation=2)["steps_per_generation"] == 2
     assert of_trl(generation_batch_size=16, num_generations=4) == own | {"num_generations": 4, "steps_per_generation": 2}
-    found = parsed(of_trl(lr_scheduler_type="cosine", loss_type="dr_grpo", report_to="wandb", num_generations=4), tmp_path)
+    found = parse_settings(of_trl(lr_scheduler_type="cosine", loss_type="dr_grpo", report_to="wandb", num_generations=4), tmp_path)
     assert not found.problems
     assert (found.config.optimizer.lr_decay_style, found.config.grpo.loss_type) == ("cosine", "dr_grpo")

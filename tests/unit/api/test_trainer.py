@@ -30,13 +30,13 @@ def model(tmp_path_factory):
     return folder / "model"
 
 
-def settings(tmp_path, **more):
+def make_settings(tmp_path, **more):
     sizes = {"num_generations": 4, "global_batch_size": 16, "micro_batch_size": 4, "max_completion_length": 8, "max_steps": 3}
     return GRPOConfig(torch_dtype="float32", output_dir=str(tmp_path / "out"), **(sizes | more))
 
 
 def test_a_plan_is_made_of_objects(model, tmp_path):
-    made = GRPOTrainer(model, even, settings(tmp_path), ROWS, {"held": ROWS[:4]}, nproc_per_node=2).plan()
+    made = GRPOTrainer(model, even, make_settings(tmp_path), ROWS, {"held": ROWS[:4]}, nproc_per_node=2).plan()
     assert (made.schedule.num_steps, made.num_prompts, made.checked.sizes.layout.world_size) == (3, 40, 2)
     assert made.checked.config.rewards.reward_funcs == ["python:even"]
     assert made.checked.config.eval.eval_datasets == {"held": "python:eval_dataset_held"}
@@ -48,11 +48,11 @@ def test_a_plan_is_made_of_objects(model, tmp_path):
 def test_a_dataset_of_datasets_is_read(model, tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list(ROWS)
-    assert plan(settings(tmp_path), model=model, reward_funcs=[even], train_dataset=rows).num_prompts == 40
+    assert plan(make_settings(tmp_path), model=model, reward_funcs=[even], train_dataset=rows).num_prompts == 40
 
 
 def test_an_assignment_after_the_trainer_was_made_counts(model, tmp_path):
-    args = settings(tmp_path)
+    args = make_settings(tmp_path)
     made = GRPOTrainer(model, even, args, ROWS)
     args.learning_rate = 3e-4
     assert made.parsed().config.optimizer.lr == 3e-4
@@ -61,11 +61,11 @@ def test_an_assignment_after_the_trainer_was_made_counts(model, tmp_path):
 def test_trainer_reports_errors_before_starting_ranks(model, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "RankProcesses", None)
     with pytest.raises(ConfigError, match="micro_batch_size"):
-        GRPOTrainer(model, even, settings(tmp_path, micro_batch_size=7), ROWS).train()
+        GRPOTrainer(model, even, make_settings(tmp_path, micro_batch_size=7), ROWS).train()
     with pytest.raises(ConfigError, match="model is missing: pass it to GRPOTrainer.\nreward_funcs is missing.*\ntrain_dataset is missing"):
-        GRPOTrainer(args=settings(tmp_path)).train()
+        GRPOTrainer(args=make_settings(tmp_path)).train()
     with pytest.raises(ConfigError, match="temprature in GRPOConfig is not a setting.*\ntop_p .* must be"):
-        GRPOTrainer(model, even, settings(tmp_path), ROWS, ROWS).evaluate(temprature=1.0, top_p=2.0)
+        GRPOTrainer(model, even, make_settings(tmp_path), ROWS, ROWS).evaluate(temprature=1.0, top_p=2.0)
     assert not (tmp_path / "out").exists()
 
 

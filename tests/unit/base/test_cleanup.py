@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.core.base.cleanup import CleanUp, _adopts, without_gc
 
 
-def fails(name):
+def make_failing_step(name):
     def step():
         raise ValueError(name)
 
@@ -20,7 +20,7 @@ def fails(name):
 def test_clean_up_keeps_first_error_and_adds_later_ones_as_notes():
     done = []
     with pytest.raises(RuntimeError, match="the rollout failed") as caught:
-        with CleanUp(lambda: done.append("last"), fails("sleep")) as clean_up:
+        with CleanUp(lambda: done.append("last"), make_failing_step("sleep")) as clean_up:
             clean_up.add(lambda: done.append("first"))
             raise RuntimeError("the rollout failed")
     assert done == ["first", "last"]
@@ -30,7 +30,7 @@ def test_clean_up_keeps_first_error_and_adds_later_ones_as_notes():
 def test_clean_up_failure_after_successful_block_raises():
     done = []
     with pytest.raises(ValueError, match="close"):
-        with CleanUp(lambda: done.append("last"), fails("close")):
+        with CleanUp(lambda: done.append("last"), make_failing_step("close")):
             pass
     assert done == ["last"]
 

@@ -46,7 +46,7 @@ def test_one_line_removes_control_characters_and_secrets_and_limits_length(monke
 
 
 @contextmanager
-def answers(raw):
+def serve_response(raw):
     """Listens, and says just this to the next request; `{token}` in it is what came as Authorization."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -79,7 +79,7 @@ ECHO = b"you came with {token} " + ESCAPES + b"z" * (1 << 20)
     ],
 )  # fmt: skip
 def test_server_error_message_has_no_token_no_escapes_and_limited_length(raw, kind):
-    with answers(raw) as port, pytest.raises(kind) as caught:
+    with serve_response(raw) as port, pytest.raises(kind) as caught:
         start_coroutine(Server(Address("127.0.0.1", port), token=TOKEN, incarnation="1").state()).result(60)
     assert is_fit(str(caught.value), wire.LONGEST_REFUSAL + 100) and str(caught.value)
 
@@ -87,7 +87,7 @@ def test_server_error_message_has_no_token_no_escapes_and_limited_length(raw, ki
 def test_judge_error_message_contains_no_part_of_the_key():
     for length in (150, 160, 170, 180, 190, 200):
         raw = b"HTTP/1.1 401 " + ESCAPES.replace(b"\n", b"").replace(b"\r", b"") + b"\r\n\r\n" + b"z" * length + b"{token}" + b"z" * 9999
-        with answers(raw) as port, pytest.raises(NoResponseError) as caught:
+        with serve_response(raw) as port, pytest.raises(NoResponseError) as caught:
             post_json(f"http://127.0.0.1:{port}", {}, deadline=time.monotonic() + 20, key=ApiKey(TOKEN))
         assert is_fit(str(caught.value), 1000) and "401" in str(caught.value) and TOKEN[:7] not in str(caught.value)
 
@@ -130,7 +130,7 @@ def test_reward_error_names_the_function_for_any_exception_text(function):
 
 def test_http_client_error_contains_the_malformed_line():
     """The oracle of what is caught above: http.client puts the line itself into its exception."""
-    with answers(b"\x1b[2J\r\n") as port:
+    with serve_response(b"\x1b[2J\r\n") as port:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.putrequest("GET", "/")
         connection.putheader("Authorization", "x")

@@ -70,7 +70,7 @@ def test_atomic_write_raises_the_original_error(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def written(out, *names):
+def write_directory(out, *names):
     with atomic_directory(out) as partial:
         for name in names:
             (partial / name).write_text("new")
@@ -83,14 +83,14 @@ def test_atomic_directory_write_rejects_directory_of_another_program(tmp_path, i
     if is_run:
         write_mark(tmp_path, "train", saved=3)
     with pytest.raises(FileExistsError, match="holds config.json, which is not from an export of this program; it is not overwritten"):
-        written(tmp_path, "config.json")
+        write_directory(tmp_path, "config.json")
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
 def test_atomic_directory_write_keeps_files_added_by_the_user(tmp_path):
-    written(tmp_path / "out", "a", "b")
+    write_directory(tmp_path / "out", "a", "b")
     (tmp_path / "out" / "model.gguf").write_text("mine")
-    written(tmp_path / "out", "b", "c")
+    write_directory(tmp_path / "out", "b", "c")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b", "c", MARK, "model.gguf"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -99,7 +99,7 @@ def test_atomic_directory_write_follows_a_symlink(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "scratch")
     for _ in range(2):
-        written(tmp_path / "out", "a")
+        write_directory(tmp_path / "out", "a")
     assert (tmp_path / "out").is_symlink() and (tmp_path / "scratch" / "a").is_file()
 
 

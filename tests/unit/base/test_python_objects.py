@@ -21,20 +21,20 @@ def alone(monkeypatch):
     monkeypatch.setattr(python_objects, "_fingerprints", {})
 
 
-def closing_over(right):
+def make_closure(right):
     def equal(completions, **columns):
         return [float(text == right) for text in completions]
 
     return equal
 
 
-def settings(*words):
+def resolve_settings(*words):
     return resolve(["--model", "m", *words])
 
 
 def test_rewards_are_found_under_their_names():
-    python_objects.provide({"equal": closing_over("b")})
-    [reward] = load_rewards(settings("--reward_funcs", "python:equal"))
+    python_objects.provide({"equal": make_closure("b")})
+    [reward] = load_rewards(resolve_settings("--reward_funcs", "python:equal"))
     assert reward.name == "equal" and reward.function(completions=["a", "b"]) == [0.0, 1.0]
 
 
@@ -47,7 +47,9 @@ def test_rows_are_read_whole_and_streamed():
         read_rows("python:none")
 
 
-@pytest.mark.parametrize("read", [lambda: read_rows("python:gone"), lambda: load_rewards(settings("--reward_funcs", "python:gone"))])
+@pytest.mark.parametrize(
+    "read", [lambda: read_rows("python:gone"), lambda: load_rewards(resolve_settings("--reward_funcs", "python:gone"))]
+)
 def test_python_object_of_another_program_raises_config_error(read):
     with pytest.raises(ConfigError, match="python:gone is an object of a Python program. Start that program again, or name a file."):
         read()
@@ -56,24 +58,24 @@ def test_python_object_of_another_program_raises_config_error(read):
 def test_python_object_that_is_not_callable_is_rejected():
     python_objects.provide({"number": 3})
     with pytest.raises(ConfigError, match="python:number is the int 3, which cannot be called"):
-        load_rewards(settings("--reward_funcs", "python:number"))
+        load_rewards(resolve_settings("--reward_funcs", "python:number"))
 
 
 def test_python_object_names_are_paths_and_not_user_files():
     assert is_path("python:rows")
     assert all(map(is_path, ("data.csv", "data.TSV#5", "owner/rows.arrow", "part.jsonl.gz", "./x", "a/b/c")))
     assert not any(map(is_path, ("owner/set", "gsm8k", "owner/set-v1.5", "owner/set:main", "Qwen/Qwen3-0.6B", "owner/big.model#7")))
-    assert user_code(settings("--reward_funcs", "python:equal", "a.py:b")) == [("reward", "reward_funcs", "a.py:b")]
+    assert user_code(resolve_settings("--reward_funcs", "python:equal", "a.py:b")) == [("reward", "reward_funcs", "a.py:b")]
 
 
 def test_function_fingerprint_covers_code_and_closure_values():
-    one = python_objects.compute_fingerprint(closing_over("a"))
-    assert one == python_objects.compute_fingerprint(closing_over("a"))
+    one = python_objects.compute_fingerprint(make_closure("a"))
+    assert one == python_objects.compute_fingerprint(make_closure("a"))
     others = [
-        closing_over("b"),
-        closing_over,
-        functools.partial(closing_over("a"), x=1),
-        functools.partial(closing_over("a"), x=2),
+        make_closure("b"),
+        make_closure,
+        functools.partial(make_closure("a"), x=1),
+        functools.partial(make_closure("a"), x=2),
         python_objects,
     ]
     assert len({one, *map(python_objects.compute_fingerprint, others)}) == 6
@@ -104,9 +106,9 @@ def test_an_attribute_of_a_reward_object_counts():
 
 
 def test_a_resumed_run_compares_the_fingerprint():
-    cfg = settings("--reward_funcs", "python:equal")
+    cfg = resolve_settings("--reward_funcs", "python:equal")
     found = []
     for right in "aab":
-        python_objects.provide({"equal": closing_over(right)})
+        python_objects.provide({"equal": make_closure(right)})
         found.append(compute_fingerprints(cfg)["reward python:equal"])
     assert found[0] == found[1] != found[2]

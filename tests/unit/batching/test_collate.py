@@ -12,26 +12,26 @@ from megatron_grpo.core.batching.prefix_groups import Alignment, PrefixGroup
 from megatron_grpo.core.types import Segment, TokenSequence
 
 
-def sequence(*token_ids: int, prompt: int = 1, starts: tuple[int, ...] = (0,)) -> TokenSequence:
+def make_sequence(*token_ids: int, prompt: int = 1, starts: tuple[int, ...] = (0,)) -> TokenSequence:
     return TokenSequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt, starts=starts)
 
 
 def test_collate_concatenates_sequences_without_last_tokens():
-    batch = collate([sequence(4, 5, 6), sequence(7, 8, 9, 4, prompt=2)])
+    batch = collate([make_sequence(4, 5, 6), make_sequence(7, 8, 9, 4, prompt=2)])
     assert batch.token_ids.tolist() == [4, 5, 7, 8, 9] and batch.positions.tolist() == [0, 1, 0, 1, 2]
     assert batch.segments == (Segment(start=0, end=2, length=2), Segment(start=2, end=5, length=3))
     assert batch.logit_positions.tolist() == [0, 1, 3, 4] and batch.targets.tolist() == [5, 6, 9, 4]
 
 
 def test_collate_sequence_of_one_token_makes_row_without_segment():
-    batch = collate([sequence(4), sequence(7, 8), sequence(5)])
+    batch = collate([make_sequence(4), make_sequence(7, 8), make_sequence(5)])
     assert batch.num_sequences == 3 and batch.sequence.tolist() == [1]
     assert batch.segments == (Segment(start=0, end=1, length=1),)
 
 
 @pytest.mark.parametrize("alignment", [Alignment(), Alignment(sequence=4, stream=6)])
 def test_collate_with_nothing_to_compute_returns_padding(alignment):
-    batch = collate([sequence(4), sequence(5)], alignment=alignment)
+    batch = collate([make_sequence(4), make_sequence(5)], alignment=alignment)
     length = alignment.grain
     assert alignment.count_stream(0) == batch.num_tokens == batch.num_padding_tokens == length
     assert batch.segments == (Segment(start=0, end=length, length=0),) and len(batch.targets) == 0 and batch.num_sequences == 2
@@ -40,7 +40,7 @@ def test_collate_with_nothing_to_compute_returns_padding(alignment):
 def test_collate_restarts_positions_per_context_and_keeps_row_order_of_targets():
     """Two contexts, (1 2 3) and (1 2 9 4), then a row of one. The last token of each predicts nothing; the shortest lie first."""
     two = TokenSequence(token_ids=np.array([1, 2, 3, 1, 2, 9, 4]), mask=np.array([0, 0, 1, 0, 0, 0, 1], bool), starts=(0, 3))
-    batch = collate([two, sequence(7, 8)], alignment=Alignment(sequence=2))
+    batch = collate([two, make_sequence(7, 8)], alignment=Alignment(sequence=2))
     assert batch.token_ids.tolist() == [7, 0, 1, 2, 1, 2, 9, 0] and batch.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 3]
     assert batch.num_references.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
     assert batch.logit_positions.tolist() == [3, 6, 0] and batch.targets.tolist() == [3, 4, 8] and batch.sequence.tolist() == [0, 0, 1]

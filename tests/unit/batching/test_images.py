@@ -17,7 +17,7 @@ WIDE = picture("wide", 4, 6)  # 2 x 3 tokens
 FLAT = picture("flat", 2, 8)  # 1 x 4 tokens
 
 
-def row(*parts, scored: int = 2) -> TokenSequence:
+def make_row(*parts, scored: int = 2) -> TokenSequence:
     """parts: numbers of words, or pictures."""
     tokens, images = [], []
     for part in parts:
@@ -53,7 +53,7 @@ def test_positions_are_those_of_transformers():
     config = AutoConfig.for_model("qwen2_5_vl", image_token_id=IMAGE, text_config={}, vision_config={})
     model = SimpleNamespace(config=config)  # the class holds weights of 7 B: only its arithmetic is asked for
     model.get_vision_position_ids = Qwen2_5_VLModel.get_vision_position_ids.__get__(model)
-    one = row(3, WIDE, 2, FLAT, 1, picture("tall", 8, 2), 4)
+    one = make_row(3, WIDE, 2, FLAT, 1, picture("tall", 8, 2), 4)
     is_picture = np.zeros(len(one.token_ids), dtype=np.int64)
     for place, images in one.images:
         is_picture[place : place + images.num_tokens] = 1
@@ -65,12 +65,12 @@ def test_positions_are_those_of_transformers():
 
 
 def test_without_pictures_positions_stay_one_axis():
-    assert collate([row(5), row(7)]).positions.shape == (10,)
-    assert collate([row(5), row(2, WIDE, 3)]).positions.shape == (3, 14)
+    assert collate([make_row(5), make_row(7)]).positions.shape == (10,)
+    assert collate([make_row(5), make_row(2, WIDE, 3)]).positions.shape == (3, 14)
 
 
 def test_image_positions_ignore_sampled_placeholder_tokens():
-    one = row(2, WIDE, 4)
+    one = make_row(2, WIDE, 4)
     one.token_ids[-2] = IMAGE
     micro = collate([one])
     assert micro.image_positions.tolist() == [2, 3, 4, 5, 6, 7] and micro.image_token_index.tolist() == list(range(6))
@@ -78,7 +78,7 @@ def test_image_positions_ignore_sampled_placeholder_tokens():
 
 
 def test_collate_encodes_an_image_once_for_several_rows():
-    micro = collate([row(2, WIDE, 3), row(1, FLAT, 3), row(4, WIDE, FLAT, 2)])
+    micro = collate([make_row(2, WIDE, 3), make_row(1, FLAT, 3), make_row(4, WIDE, FLAT, 2)])
     assert [one.key for one in micro.images] == ["wide", "flat"]
     for place, token in zip(micro.image_positions, micro.image_token_index, strict=True):
         assert micro.token_ids[place] == IMAGE and token < 10
@@ -86,7 +86,7 @@ def test_collate_encodes_an_image_once_for_several_rows():
 
 
 def test_shared_prefix_images_enter_once_with_positions_as_without_sharing():
-    first, second = row(3, WIDE, 2, FLAT, 6), row(3, WIDE, 2, FLAT, 9)
+    first, second = make_row(3, WIDE, 2, FLAT, 6), make_row(3, WIDE, 2, FLAT, 9)
     second.token_ids[-5:] += 50
     prefix_group = PrefixGroup(members=(0, 1), prefix=15, min_saving_ratio=0.0)
     shared, apart = collate([first, second], prefix_groups=[prefix_group]), collate([first, second])
@@ -101,13 +101,13 @@ def test_shared_prefix_images_enter_once_with_positions_as_without_sharing():
 
 
 def test_padding_continues_positions_without_images():
-    micro = collate([row(2, WIDE, 4), row(3)], alignment=Alignment(sequence=8, stream=32))
+    micro = collate([make_row(2, WIDE, 4), make_row(3)], alignment=Alignment(sequence=8, stream=32))
     assert micro.positions.shape == (3, 32) and micro.positions.min() >= 0
     assert not micro.is_padding[micro.image_positions].any()
 
 
 def test_shared_prefix_may_end_within_an_image():
-    first, second = row(3, WIDE, 4), row(3, WIDE, 4)
+    first, second = make_row(3, WIDE, 4), make_row(3, WIDE, 4)
     second.token_ids[-3:] += 50
     micro = collate([first, second], prefix_groups=[PrefixGroup(members=(0, 1), prefix=6, min_saving_ratio=0.99)])
     assert micro.segments[0].length in (6, 9, 10)

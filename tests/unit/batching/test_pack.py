@@ -21,7 +21,7 @@ LENGTHS = {
 }
 
 
-def rows_of(packed):
+def list_rows(packed):
     return sorted(row for rank in packed for rows in rank for row in rows)
 
 
@@ -31,7 +31,7 @@ def test_a_million_completions_waste_two_in_a_thousand(name):
     lengths = lengths.astype(np.int64)
     packed = pack(lengths, max_tokens=max_tokens, dp_size=8, balance_length=48_000.0)
     assert lengths.sum() / (sum(map(len, packed)) * max_tokens) >= 0.998
-    assert rows_of(packed) == list(range(len(lengths)))
+    assert list_rows(packed) == list(range(len(lengths)))
 
 
 @given(data=st.data(), dp_size=st.integers(1, 5), multiple=st.integers(1, 3), max_tokens=st.integers(1, 60), is_large=st.booleans())
@@ -43,7 +43,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(data, dp_size, multip
     lengths = data.draw(st.lists(st.integers(1, 80), min_size=count, max_size=count))
     with mock.patch.object(pack_module, "MOST_ROWS_SPREAD", 0 if is_large else pack_module.MOST_ROWS_SPREAD):
         packed = pack(lengths, max_tokens=max_tokens, dp_size=dp_size, multiple=multiple)
-    assert rows_of(packed) == list(range(count))
+    assert list_rows(packed) == list(range(count))
     assert len({len(rank) for rank in packed}) == 1 and len(packed[0]) % multiple == 0
     for rows in (rows for rank in packed for rows in rank):
         assert len(rows) and (sum(lengths[row] for row in rows) <= max_tokens or len(rows) == 1)

@@ -20,17 +20,19 @@ from megatron_grpo.core.types import MicroBatch, Segment, TokenSequence
 ANY_SAVING = 0.0
 
 
-def sequence(*token_ids: int, prompt: int = 1) -> TokenSequence:
+def make_sequence(*token_ids: int, prompt: int = 1) -> TokenSequence:
     return TokenSequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt)
 
 
-def shared(*sequences: TokenSequence, prefix: int = 0, min_saving_ratio: float = ANY_SAVING, **more) -> MicroBatch:
+def collate_shared(*sequences: TokenSequence, prefix: int = 0, min_saving_ratio: float = ANY_SAVING, **more) -> MicroBatch:
     return collate(sequences, prefix_groups=[PrefixGroup(tuple(range(len(sequences))), prefix, min_saving_ratio)], **more)
 
 
 def test_prefix_group_computes_prompt_once_and_predicts_all_first_tokens_from_it():
     """Prompt (1 2 3); completions (4 5 6), (7 8) and (9)."""
-    batch = shared(sequence(1, 2, 3, 4, 5, 6, prompt=3), sequence(1, 2, 3, 7, 8, prompt=3), sequence(1, 2, 3, 9, prompt=3))
+    batch = collate_shared(
+        make_sequence(1, 2, 3, 4, 5, 6, prompt=3), make_sequence(1, 2, 3, 7, 8, prompt=3), make_sequence(1, 2, 3, 9, prompt=3)
+    )
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 4, 5] and batch.positions.tolist() == [0, 1, 2, 3, 3, 4]
     assert batch.num_references.tolist() == [3, 3, 3, 1, 1, 1]
     shared_prefix, short, long = batch.segments
@@ -40,45 +42,48 @@ def test_prefix_group_computes_prompt_once_and_predicts_all_first_tokens_from_it
 
 
 def test_prefix_group_shares_equal_beginnings_of_completions():
-    batch = shared(sequence(1, 2, 7, 7, 4), sequence(1, 2, 7, 7, 5))
+    batch = collate_shared(make_sequence(1, 2, 7, 7, 4), make_sequence(1, 2, 7, 7, 5))
     assert batch.segments == (Segment(start=0, end=4, length=4),) and batch.logit_positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_shared_prefix_ends_at_first_differing_token():
     """A date, a picture, a turn that was cut: the number of the group says nothing of it."""
-    batch = shared(sequence(1, 2, 3, 4, 5, 6), sequence(1, 9, 3, 4, 5, 6))
+    batch = collate_shared(make_sequence(1, 2, 3, 4, 5, 6), make_sequence(1, 9, 3, 4, 5, 6))
     assert [segment.length for segment in batch.segments] == [1, 4, 4]
-    assert shared(sequence(1, 2, 3), sequence(9, 2, 3)).segments == collate([sequence(1, 2, 3), sequence(9, 2, 3)]).segments
+    assert (
+        collate_shared(make_sequence(1, 2, 3), make_sequence(9, 2, 3)).segments
+        == collate([make_sequence(1, 2, 3), make_sequence(9, 2, 3)]).segments
+    )
 
 
 def test_prefix_group_with_differing_tokens_in_prefix_raises():
     with pytest.raises(ValueError, match=r"rows \(0, 1\) must share a prefix of 3 tokens; only 1 are equal"):
-        shared(sequence(1, 2, 3, 4, 5), sequence(1, 9, 3, 4, 5), prefix=3)
+        collate_shared(make_sequence(1, 2, 3, 4, 5), make_sequence(1, 9, 3, 4, 5), prefix=3)
 
 
 def test_shared_prefix_ends_at_differing_images_or_experts():
     def with_picture(key):
-        return dataclasses.replace(sequence(1, 2, 3, 4, 5), images=((2, SimpleNamespace(key=key)),))
+        return dataclasses.replace(make_sequence(1, 2, 3, 4, 5), images=((2, SimpleNamespace(key=key)),))
 
     def routed(*experts):
-        return dataclasses.replace(sequence(1, 2, 3, 4, 5), experts=np.array(experts, dtype=np.int16).reshape(5, 1, 1))
+        return dataclasses.replace(make_sequence(1, 2, 3, 4, 5), experts=np.array(experts, dtype=np.int16).reshape(5, 1, 1))
 
     both = [ContextSpan(0, 0, 5, 4), ContextSpan(1, 0, 5, 4)]
     assert common_prefix([with_picture("a"), with_picture("a")], both) == 4
     assert (
         common_prefix([with_picture("a"), with_picture("b")], both)
-        == common_prefix([with_picture("a"), sequence(1, 2, 3, 4, 5)], both)
+        == common_prefix([with_picture("a"), make_sequence(1, 2, 3, 4, 5)], both)
         == 2
     )
     assert common_prefix([routed(0, 1, 0, 1, 0), routed(0, 1, 0, 0, 0)], both) == 3
-    assert common_prefix([routed(-1, 1, 0, 1, 0), sequence(1, 2, 3, 4, 5)], both) == 1  # the first token routes freely in both
+    assert common_prefix([routed(-1, 1, 0, 1, 0), make_sequence(1, 2, 3, 4, 5)], both) == 1  # the first token routes freely in both
 
 
 def test_prefix_group_below_min_saving_ratio_is_not_shared():
-    rows = [sequence(1, *range(10, 30)), sequence(1, *range(40, 60))]
-    assert len(shared(*rows, min_saving_ratio=1 / 16).segments) == 2  # 39 tokens for 40
-    assert len(shared(*rows).segments) == 3
-    aligned = shared(sequence(1, 2, 3, 4), sequence(1, 2, 5, 6), alignment=Alignment(sequence=4))
+    rows = [make_sequence(1, *range(10, 30)), make_sequence(1, *range(40, 60))]
+    assert len(collate_shared(*rows, min_saving_ratio=1 / 16).segments) == 2  # 39 tokens for 40
+    assert len(collate_shared(*rows).segments) == 3
+    aligned = collate_shared(make_sequence(1, 2, 3, 4), make_sequence(1, 2, 5, 6), alignment=Alignment(sequence=4))
     assert [segment.parent for segment in aligned.segments] == [-1, -1]  # 4 + 4 + 4 for 4 + 4
 
 
@@ -118,7 +123,7 @@ def batches(draw):
     return rows, lengths
 
 
-def seen_from(batch: MicroBatch, place: int) -> list[tuple[int, int]]:
+def find_visible_tokens(batch: MicroBatch, place: int) -> list[tuple[int, int]]:
     """(token, position) of all that the hidden state at this place depends on, in order."""
     segment = next(one for one in batch.segments if one.start <= place < one.end)
     places = list(range(segment.start, place + 1))
@@ -129,7 +134,7 @@ def seen_from(batch: MicroBatch, place: int) -> list[tuple[int, int]]:
     return [(int(batch.token_ids[at]), int(batch.positions[at])) for at in places]
 
 
-def cut_of(data, **more) -> BatchPartitioner:
+def draw_partitioner(data, **more) -> BatchPartitioner:
     cp, tp = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
     alignment = Alignment(sequence=2 * cp if cp > 1 else 1, stream=cp * tp)
     min_saving_ratio = data.draw(st.sampled_from([ANY_SAVING, 1 / 16, 0.3]))
@@ -141,7 +146,7 @@ def cut_of(data, **more) -> BatchPartitioner:
 def test_prefix_sharing_keeps_visible_tokens_and_token_budget(data, batch, is_packed, dp_size):
     rows, lengths = batch
     budget = data.draw(st.integers(4, 60)) if is_packed else None
-    cut = cut_of(data, dp_size=dp_size, micro_batch_size=data.draw(st.integers(1, 4)), max_tokens=budget)
+    cut = draw_partitioner(data, dp_size=dp_size, micro_batch_size=data.draw(st.integers(1, 4)), max_tokens=budget)
     dealt = partition_padded(lengths, cut)
     filled = [*rows, *[rows[0]] * (sum(len(micro_spec.rows) for mine in dealt for micro_spec in mine) - len(rows))]
     assert sorted(i for mine in dealt for micro_spec in mine for i in micro_spec.rows) == list(range(len(filled)))
@@ -158,7 +163,9 @@ def test_prefix_sharing_keeps_visible_tokens_and_token_budget(data, batch, is_pa
 
 def _assert_same_trained_tokens(found: MicroBatch, alone: MicroBatch) -> None:
     assert (found.targets == alone.targets).all() and (found.sequence == alone.sequence).all()
-    assert [seen_from(found, place) for place in found.logit_positions] == [seen_from(alone, place) for place in alone.logit_positions]
+    assert [find_visible_tokens(found, place) for place in found.logit_positions] == [
+        find_visible_tokens(alone, place) for place in alone.logit_positions
+    ]
     assert found.num_references.sum() == alone.num_references.sum() and found.num_contexts == alone.num_contexts
     order = [segment.parent for segment in found.segments if segment.length]
     children = [parent for parent in order if parent >= 0]
@@ -173,7 +180,7 @@ def convert_lengths(groups, prompt: int) -> list[SequenceLengths]:
     return [SequenceLengths((prompt + tokens,), (0, number), prompt) for number, group in enumerate(groups) for tokens in group]
 
 
-def pieces(dealt: list[list[MicroBatchSpec]], lengths: list[SequenceLengths]) -> dict[object, int]:
+def count_pieces(dealt: list[list[MicroBatchSpec]], lengths: list[SequenceLengths]) -> dict[object, int]:
     """group -> in how many micro-batches it is."""
     counts: dict[object, int] = {}
     for micro_spec in (micro_spec for mine in dealt for micro_spec in mine):
@@ -185,7 +192,7 @@ def pieces(dealt: list[list[MicroBatchSpec]], lengths: list[SequenceLengths]) ->
 def test_partition_keeps_group_in_one_micro_batch_within_budget():
     lengths = convert_lengths([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
     dealt = partition(lengths, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=420, min_saving_ratio=1 / 16))
-    assert set(pieces(dealt, lengths).values()) == {1} and [micro_spec.num_tokens for micro_spec in dealt[0]] == [392] * 3
+    assert set(count_pieces(dealt, lengths).values()) == {1} and [micro_spec.num_tokens for micro_spec in dealt[0]] == [392] * 3
 
 
 def test_partition_splits_group_above_budget_into_fewest_pieces():

@@ -15,7 +15,7 @@ from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.parallel.layout import Layout
 
 
-def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:
+def make_sizes(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:
     """A micro-steps an optimizer step, W slices a rollout, mu passes; `unit` completions a micro-step on each of `dp` ranks."""
     return BatchSizes(
         layout=Layout(world_size=dp),
@@ -28,9 +28,9 @@ def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: 
     )
 
 
-def table_of(size: tuple[int, int, int], num_steps: int | None = None, *, epoch: int = 0, **others) -> TrainingSchedule:
+def make_schedule(size: tuple[int, int, int], num_steps: int | None = None, *, epoch: int = 0, **others) -> TrainingSchedule:
     """epoch: rollouts that the data set fills, with some prompts more, which are left out; 0: nothing is known of it."""
-    sizes = sizes_of(*size, **others)
+    sizes = make_sizes(*size, **others)
     num_prompts = epoch * sizes.num_rollout_prompts + sizes.num_rollout_prompts // 2
     return TrainingSchedule(sizes, num_steps, num_prompts, drops_last=True) if epoch else TrainingSchedule(sizes, num_steps)
 
@@ -85,14 +85,14 @@ class NaiveSchedule:
     ],
 )
 def test_schedule_rollouts_that_straddle_steps_equal_published_example(a, w, mu, num_rollouts, expected):
-    table = TrainingSchedule(sizes_of(a, w, mu))
+    table = TrainingSchedule(make_sizes(a, w, mu))
     rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
     assert sorted({row.rollout for row in rows if row.staleness}) == expected == NaiveSchedule(a, w, mu, num_rollouts).straddling()
 
 
 def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
     a, w, mu, num_rollouts = 3, 2, 1, 6
-    table = TrainingSchedule(sizes_of(a, w, mu))
+    table = TrainingSchedule(make_sizes(a, w, mu))
     static = num_rollouts * w if a % (w * mu) else 0
     rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
     per_rollout = len({row.rollout for row in rows if row.staleness}) * w
@@ -101,7 +101,7 @@ def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
 
 
 def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
-    table = TrainingSchedule(sizes_of(4, 3, 1))
+    table = TrainingSchedule(make_sizes(4, 3, 1))
     first = table.step(0)
     assert first.immediate == range(0, 2) and not first.arriving and not first.launches
     assert first.old_logprob_slices == ((1, 1), (1, 2))
@@ -115,7 +115,7 @@ epochs = st.integers(0, 5)
 @settings(max_examples=400)
 @given(sizes, st.integers(1, 12), epochs)
 def test_schedule_micro_steps_equal_naive_walk(size, num_rollouts, epoch):
-    table, walk = table_of(size, epoch=epoch), NaiveSchedule(*size, num_rollouts, epoch)
+    table, walk = make_schedule(size, epoch=epoch), NaiveSchedule(*size, num_rollouts, epoch)
     for s, (rollout, pass_index, slice_index, sampled, trained) in enumerate(walk.rows):
         row = table.micro_step(s)
         assert (row.rollout, row.pass_index, row.slice_index) == (rollout, pass_index, slice_index)
@@ -128,7 +128,7 @@ def test_schedule_micro_steps_equal_naive_walk(size, num_rollouts, epoch):
 @given(sizes, st.integers(1, 12), epochs)
 def test_schedule_forward_only_passes_equal_those_of_naive_walk(size, num_steps, epoch):
     a, w, mu = size
-    table = table_of(size, num_steps, epoch=epoch)
+    table = make_schedule(size, num_steps, epoch=epoch)
     walk = NaiveSchedule(a, w, mu, num_steps * a // (w * mu) + 2, epoch)
     old_logprob_slices = [anchor for step in table.from_step(0) for anchor in step.old_logprob_slices]
     assert len(old_logprob_slices) == len(set(old_logprob_slices))
@@ -143,7 +143,7 @@ def test_schedule_forward_only_passes_equal_those_of_naive_walk(size, num_steps,
 @settings(max_examples=200)
 @given(sizes, st.integers(1, 12), epochs)
 def test_schedule_with_old_logprobs_always_recomputes_every_stale_slice_and_keeps_none(size, num_rollouts, epoch):
-    timed, walk = table_of(size, epoch=epoch, old_logprobs="always"), NaiveSchedule(*size, num_rollouts, epoch)
+    timed, walk = make_schedule(size, epoch=epoch, old_logprobs="always"), NaiveSchedule(*size, num_rollouts, epoch)
     steps = list(replace(timed, num_steps=walk.rows[-1][-1] + 1).from_step(0))
     stale = {(r, j) for r, _, j, sampled, trained in walk.rows if sampled != trained}
     assert {anchor for step in steps for anchor in step.old_logprob_slices if anchor[0] < num_rollouts} == stale
@@ -157,17 +157,17 @@ def test_schedule_with_old_logprobs_always_recomputes_every_stale_slice_and_keep
 def test_schedule_maximum_of_pending_rows_equals_naive_walk(size):
     a, w, mu = size
     waiting, found = set(), 0
-    for step in TrainingSchedule(sizes_of(a, w, mu), w * mu).from_step(0):
+    for step in TrainingSchedule(make_sizes(a, w, mu), w * mu).from_step(0):
         waiting |= {(r, j) for r in (*step.arriving, *step.immediate) for j in range(w)}
         waiting -= set(step.last_use)
         found = max(found, len(waiting))
-    assert most_waiting_rows(sizes_of(a, w, mu)) == 2 * found
+    assert most_waiting_rows(make_sizes(a, w, mu)) == 2 * found
 
 
 @settings(max_examples=300)
 @given(sizes, st.integers(1, 10), epochs)
 def test_schedule_last_step_equals_same_step_of_longer_run(size, num_steps, epoch):
-    shorter, longer = (table_of(size, num_steps + more, epoch=epoch) for more in (0, 3))
+    shorter, longer = (make_schedule(size, num_steps + more, epoch=epoch) for more in (0, 3))
     for one, other in zip(shorter.from_step(0), longer.from_step(0)):
         assert one == other
 
@@ -177,7 +177,7 @@ def test_schedule_last_step_equals_same_step_of_longer_run(size, num_steps, epoc
 def test_schedule_provides_every_old_logprob_and_drops_it_after_last_use(size, num_steps, old_logprobs, epoch):
     """Executes the steps: samples, anchors, keeps, frees; a stale row without stored log-probs fails the walk."""
     a, w, mu = size
-    table = table_of(size, num_steps, epoch=epoch, old_logprobs=old_logprobs)
+    table = make_schedule(size, num_steps, epoch=epoch, old_logprobs=old_logprobs)
     pending: dict[tuple[int, int], int] = {}  # slice -> version that sampled it
     stored: dict[tuple[int, int], int] = {}  # slice -> version of its log-probs
     walk = NaiveSchedule(
@@ -218,7 +218,7 @@ def test_schedule_provides_every_old_logprob_and_drops_it_after_last_use(size, n
 @given(sizes, st.integers(0, 40), st.sampled_from(["auto", "always", "rollout"]), epochs)
 def test_schedule_one_rollout_ahead_changes_only_the_sampling_version(size, s, old_logprobs, epoch):
     """Where old log-probs come from stays, unless they are the sampler's own: then a row is fresh only to who sampled it."""
-    once = table_of(size, epoch=epoch, old_logprobs=old_logprobs)
+    once = make_schedule(size, epoch=epoch, old_logprobs=old_logprobs)
     ahead = replace(once, sizes=replace(once.sizes, async_rollout_depth=1))
     one, row = once.micro_step(s), ahead.micro_step(s)
     before = [step for step in sorted({once.find_version(r) for r in range(row.rollout + 1)}) if step < one.sampled_by_version]
@@ -232,14 +232,14 @@ def test_schedule_one_rollout_ahead_changes_only_the_sampling_version(size, s, o
 
 @given(sizes, st.integers(1, 30), epochs)
 def test_schedule_step_is_between_rollouts_if_next_step_starts_a_rollout(size, steps, epoch):
-    table = table_of(size, epoch=epoch)
+    table = make_schedule(size, epoch=epoch)
     row = table.micro_step(table.find_first_micro_step(steps))
     begins = (row.pass_index, row.slice_index) == (0, 0)
     assert [n for n in range(300) if table.is_between_rollouts(steps, n)] == ([row.rollout] if begins and row.rollout < 300 else [])
 
 
 def test_schedule_late_step_takes_no_longer_than_first():
-    table = TrainingSchedule(sizes_of(3, 2, 1))
+    table = TrainingSchedule(make_sizes(3, 2, 1))
     far = next(table.from_step(10**9))
     assert far.index == 10**9 and [s.index for s in islice(table.from_step(10**9 + 1), 2)] == [10**9 + 1, 10**9 + 2]
 
@@ -248,7 +248,7 @@ def test_schedule_late_step_takes_no_longer_than_first():
 @given(sizes, st.integers(1, 40))
 def test_schedule_epoch_ends_with_last_training_of_its_last_prompt(size, num_prompts):
     a, w, mu = size
-    sizes = sizes_of(a, w, mu)
+    sizes = make_sizes(a, w, mu)
     walk = NaiveSchedule(a, w, mu, num_prompts // sizes.num_rollout_prompts + 2)
     last = max(
         s
@@ -262,6 +262,6 @@ def test_schedule_epoch_ends_with_last_training_of_its_last_prompt(size, num_pro
 
 
 def test_schedule_fraction_of_prompts_is_rounded_exactly():
-    assert TrainingSchedule.from_length(sizes_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
-    assert TrainingSchedule.from_length(sizes_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
-    assert TrainingSchedule.from_length(sizes_of(1, 1, 1)).num_steps is None
+    assert TrainingSchedule.from_length(make_sizes(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
+    assert TrainingSchedule.from_length(make_sizes(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
+    assert TrainingSchedule.from_length(make_sizes(1, 1, 1)).num_steps is None

@@ -33,7 +33,7 @@ def test_the_mebibytes_that_are_compared_are_counted(tmp_path):
         assert verify_files(directory) == [] and phase.done == 2
 
 
-def steps_to_try(folder: CheckpointDirectory) -> list[int]:
+def list_steps_to_try(folder: CheckpointDirectory) -> list[int]:
     return [one.step for one in folder.candidates()]
 
 
@@ -41,7 +41,7 @@ def test_a_checkpoint_just_written_is_undamaged_and_the_one_to_resume_from(tmp_p
     folder = CheckpointDirectory(tmp_path / "checkpoints")
     for step in (5, 10):
         assert verify_files(write(folder, step)) == []
-    assert steps_to_try(folder) == [10, 5]
+    assert list_steps_to_try(folder) == [10, 5]
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
@@ -58,7 +58,7 @@ def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tm
     folder = CheckpointDirectory(tmp_path)
     for step in (5, 10, 15, 10):
         write(folder, step)
-    assert steps_to_try(folder) == [10, 15, 5]
+    assert list_steps_to_try(folder) == [10, 15, 5]
 
 
 @pytest.mark.parametrize("content, found", [(None, None), ("5\n", 5), ("", "contains ''"), ("latest", "contains 'latest'")])
@@ -146,7 +146,7 @@ def test_a_writer_killed_at_any_rename_leaves_a_directory_to_resume_from(tmp_pat
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     folder = CheckpointDirectory(tmp_path)
-    assert steps_to_try(folder) == left and all(verify_files(folder.directory(step)) == [] for step in left)
+    assert list_steps_to_try(folder) == left and all(verify_files(folder.directory(step)) == [] for step in left)
     assert folder.pointer() == 5
     assert verify_files(write(folder, 10)) == []  # and what it left is no obstacle
     folder.sweep()

@@ -27,15 +27,15 @@ def model(tmp_path):
     return path
 
 
-def changed(path, place):
+def flip_bit(path, place):
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize("change", [
-    lambda path: changed(path / "model.safetensors", 0),
-    lambda path: changed(path / "model.safetensors", LARGE - 1),
+    lambda path: flip_bit(path / "model.safetensors", 0),
+    lambda path: flip_bit(path / "model.safetensors", LARGE - 1),
     lambda path: (path / "model.safetensors").write_bytes(bytes(LARGE + 1)),
     lambda path: (path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 9})),
 ], ids=["first byte", "last byte", "size", "config"])  # fmt: skip

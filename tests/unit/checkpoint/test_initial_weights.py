@@ -13,7 +13,7 @@ from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.inputs import ValidatedInputs
 
 
-def checkpoint(path, step=3, **settings):
+def write_checkpoint(path, step=3, **settings):
     folder = CheckpointDirectory(path / "checkpoints")
     writing = folder.begin(step)
     (writing / "weights").write_bytes(b"1234")
@@ -27,8 +27,8 @@ def checkpoint(path, step=3, **settings):
 
 
 def test_initial_weights_from_run_or_checkpoints_folder_are_the_newest_checkpoint(tmp_path):
-    checkpoint(tmp_path, 2)
-    newest = checkpoint(tmp_path, 3)
+    write_checkpoint(tmp_path, 2)
+    newest = write_checkpoint(tmp_path, 3)
     for path in (tmp_path, tmp_path / "checkpoints", newest):
         assert read_initial_weights(path).directory == newest and checkpoint_path(str(path)) == str(newest)
     (newest / "weights").write_bytes(b"12")
@@ -49,7 +49,7 @@ def test_initial_weights_of_another_program_are_rejected(tmp_path):
 
 
 def test_initial_weights_of_other_kind_are_rejected(tmp_path):
-    checkpoint(tmp_path, tuner_type="lora", freeze_parameters=["model.embed"])
+    write_checkpoint(tmp_path, tuner_type="lora", freeze_parameters=["model.embed"])
     cfg = resolve(["--mcore_model", str(tmp_path)])
     assert [problem.flags[1] for problem in initial_weights_problems(cfg, ValidatedInputs())] == ["tuner_type", "freeze_parameters"]
 

@@ -26,21 +26,21 @@ FOREIGN = ("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "hf
 HOW = ({}, {"resume": "never"}, {"overwrites": True}, {"resume": "never", "overwrites": True})
 
 
-def put(path, text="mine"):
+def write_file(path, text="mine"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
-def refusal(out, **how) -> str:
+def find_error(out, **how) -> str:
     with pytest.raises(ConfigError) as error:
         find_checkpoints(out, environ={}, **how)
     return str(error.value)
 
 
-def as_a_run_leaves_it(out) -> None:
+def write_run_files(out) -> None:
     claim(out)
     for name in FOREIGN:
-        put(out / name, "ours")
+        write_file(out / name, "ours")
     for export in ("hf", "hf_merged"):
         write_mark(out / export, "export", files=os.listdir(out / export))
 
@@ -48,27 +48,27 @@ def as_a_run_leaves_it(out) -> None:
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_output_dir_with_foreign_file_is_rejected_without_writing(tmp_path, name, how):
-    put(tmp_path / name)
-    said = refusal(tmp_path, **how)
+    write_file(tmp_path / name)
+    said = find_error(tmp_path, **how)
     assert f"{tmp_path}/{name.partition('/')[0]}" in said and "was not written by `train`" in said
     assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_output_dir_of_run_with_or_without_marks_is_accepted(tmp_path):
-    as_a_run_leaves_it(tmp_path / "new")
-    put(tmp_path / "old" / "metrics.jsonl")
-    put(tmp_path / "old" / "run.lock", "")
+    write_run_files(tmp_path / "new")
+    write_file(tmp_path / "old" / "metrics.jsonl")
+    write_file(tmp_path / "old" / "run.lock", "")
     for name in ("new", "old"):
         assert find_checkpoints(tmp_path / name, overwrites=True, environ={}).wipes
     for name in ("notes.txt", "plots/mine.png", "checkpoints/readme"):  # beside what a run writes
-        put(tmp_path / "beside" / name)
+        write_file(tmp_path / "beside" / name)
     assert find_checkpoints(tmp_path / "beside", overwrites=True, environ={}).wipes
 
 
 def test_output_dir_of_evaluation_is_rejected_for_training_and_vice_versa(tmp_path):
-    put(tmp_path / "evaluations.jsonl")
+    write_file(tmp_path / "evaluations.jsonl")
     write_mark(tmp_path, "eval")
-    assert "was not written by `train`" in refusal(tmp_path)
+    assert "was not written by `train`" in find_error(tmp_path)
     ours = ("evaluations.jsonl", "evaluations")
     assert overwrite_obstacle(tmp_path, "eval", ours) is None
     claim(tmp_path)
@@ -79,17 +79,17 @@ def test_output_dir_of_evaluation_is_rejected_for_training_and_vice_versa(tmp_pa
 def test_a_dangling_link_and_a_file_for_a_folder_are_refused_in_a_runs_own_folder_too(tmp_path, name):
     claim(tmp_path)
     (tmp_path / name).symlink_to(tmp_path / "gone")
-    assert f"{tmp_path}/{name} is a link to {tmp_path}/gone, which does not exist" in refusal(tmp_path, overwrites=True)
+    assert f"{tmp_path}/{name} is a link to {tmp_path}/gone, which does not exist" in find_error(tmp_path, overwrites=True)
     (tmp_path / name).unlink()
-    put(tmp_path / name) if WRITTEN_BY_A_RUN[name] else (tmp_path / name).mkdir()
-    assert f"{tmp_path}/{name} is a f" in refusal(tmp_path, overwrites=True)
+    write_file(tmp_path / name) if WRITTEN_BY_A_RUN[name] else (tmp_path / name).mkdir()
+    assert f"{tmp_path}/{name} is a f" in find_error(tmp_path, overwrites=True)
 
 
 def test_overwrite_output_dir_removes_only_files_of_a_run(tmp_path):
-    as_a_run_leaves_it(tmp_path / "out")
+    write_run_files(tmp_path / "out")
     theirs = ("notes.txt", "checkpoints/best_of_all/weights", "plots/mine.png", "hf/model.gguf", "completions/labeled.csv")
     for name in theirs:
-        put(tmp_path / "out" / name)
+        write_file(tmp_path / "out" / name)
     remove_run(tmp_path / "out")
     kept = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert kept == {MARK, f"hf/{MARK}", *theirs} and not holds_run(tmp_path / "out")
@@ -102,20 +102,20 @@ def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path):
     (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "scratch")
     assert find_checkpoints(tmp_path / "out", environ={}).candidates == ()
     claim(tmp_path / "out")
-    put(tmp_path / "out" / "checkpoints" / "iter_0000001" / "common.pt")
+    write_file(tmp_path / "out" / "checkpoints" / "iter_0000001" / "common.pt")
     remove_run(tmp_path / "out")
     assert (tmp_path / "out" / "checkpoints").is_symlink() and not list((tmp_path / "scratch").iterdir())
 
 
 def test_output_dir_with_foreign_hf_folder_is_rejected_before_training(tmp_path):
     claim(tmp_path)
-    put(tmp_path / "hf" / "config.json")
-    assert "which is not from an export of this program" in refusal(tmp_path)
+    write_file(tmp_path / "hf" / "config.json")
+    assert "which is not from an export of this program" in find_error(tmp_path)
 
 
 def test_output_dir_exports_without_marks_are_marked(tmp_path):
-    put(tmp_path / "run.lock", "")
-    put(tmp_path / "hf" / "config.json")
+    write_file(tmp_path / "run.lock", "")
+    write_file(tmp_path / "hf" / "config.json")
     find_checkpoints(tmp_path, environ={})
     claim(tmp_path)
     assert read_mark(tmp_path / "hf")["files"] == ["config.json"]
@@ -124,14 +124,14 @@ def test_output_dir_exports_without_marks_are_marked(tmp_path):
 @pytest.mark.parametrize("lost", ["absent", "empty"])
 def test_output_dir_with_records_but_no_checkpoints_is_rejected(tmp_path, lost):
     """Scratch is not mounted, and the job is started again."""
-    as_a_run_leaves_it(tmp_path)
+    write_run_files(tmp_path)
     write_mark(tmp_path, "train", saved=40)
     assert restart_obstacle(tmp_path) is None and CheckpointDirectory(tmp_path / "checkpoints").steps() == [100]
     os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
     if lost == "empty":
         (tmp_path / "checkpoints").mkdir()
     for how in ({}, {"resume": "never"}):
-        assert "records of a run that saved step 40" in refusal(tmp_path, **how)
+        assert "records of a run that saved step 40" in find_error(tmp_path, **how)
     restart = {"TORCHELASTIC_RESTART_COUNT": "1"}
     with pytest.raises(ConfigError, match="saved step 40"):
         find_checkpoints(tmp_path, overwrites=True, environ=restart)
@@ -140,7 +140,7 @@ def test_output_dir_with_records_but_no_checkpoints_is_rejected(tmp_path, lost):
 
 def test_output_dir_of_run_killed_before_first_checkpoint_is_reused(tmp_path):
     claim(tmp_path)
-    put(tmp_path / "metrics.jsonl", json.dumps({"step": 1}) + "\n")
+    write_file(tmp_path / "metrics.jsonl", json.dumps({"step": 1}) + "\n")
     assert "the run starts again and replaces them" in find_checkpoints(tmp_path, environ={}).notes[0]
 
 

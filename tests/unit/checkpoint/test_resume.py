@@ -28,15 +28,15 @@ CONTENTS = {"model": "qwen3 1a", "vocabulary": "2b", "data set": "40 rows, 3c", 
 SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_generation", "2"]
 
 
-def configured(out: Path, *flags: str):
+def make_config(out: Path, *flags: str):
     cfg = resolve(["--output_dir", str(out), "--max_steps", "9", *SIZES, *flags])
     sizes = checked_sizes(cfg)
     return with_sizes(cfg, sizes), TrainingSchedule.from_length(sizes, max_steps=cfg.run.max_steps)
 
 
-def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int | None = None, **origin) -> Path:
+def save_checkpoint(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int | None = None, **origin) -> Path:
     """A checkpoint with one small file, as a run with these flags would describe it."""
-    cfg, schedule = configured(out, *flags)
+    cfg, schedule = make_config(out, *flags)
     folder = CheckpointDirectory(out / "checkpoints")
     writing = folder.begin(step)
     (writing / "common.pt").write_bytes(b"weights")
@@ -47,11 +47,11 @@ def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int 
     return folder.directory(step)
 
 
-def judged(out: Path, *flags: str, content=CONTENTS, environ=None):
-    return plan_resume(*configured(out, *flags), content, environ=environ or {})
+def make_resume_plan(out: Path, *flags: str, content=CONTENTS, environ=None):
+    return plan_resume(*make_config(out, *flags), content, environ=environ or {})
 
 
-def refusal(call, *args, **more) -> str:
+def catch_error(call, *args, **more) -> str:
     with pytest.raises(ConfigError) as error:
         call(*args, **more)
     return str(error.value)
@@ -70,8 +70,8 @@ def test_resume_settings_that_are_rejected_have_a_reason():
 
 
 def test_resume_without_changes_reports_none(tmp_path):
-    saved(tmp_path, 4)
-    resume = judged(tmp_path)
+    save_checkpoint(tmp_path, 4)
+    resume = make_resume_plan(tmp_path)
     assert resume.candidates[0].changes == () and resume.notes == ()
     assert resume.lines(resume.candidates[0]) == [
         f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done.",
@@ -81,13 +81,13 @@ def test_resume_without_changes_reports_none(tmp_path):
 
 def test_resume_continues_newest_checkpoint_and_reports_last_good_one(tmp_path):
     for step in (2, 4, 6):
-        saved(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     CheckpointDirectory(tmp_path / "checkpoints").mark_good(2, trained=3)
-    resume = judged(tmp_path)
+    resume = make_resume_plan(tmp_path)
     assert find_step(resume) == 6
     assert f"The last confirmed one is {tmp_path}/checkpoints/iter_0000002 (use it with --resume)." in resume.lines(resume.candidates[0])[1]
     CheckpointDirectory(tmp_path / "checkpoints").mark_good(6, trained=7)
-    resume = judged(tmp_path)
+    resume = make_resume_plan(tmp_path)
     assert resume.lines(resume.candidates[0])[1] == "It is confirmed good: its weights have been used for sampling and training."
 
 
@@ -99,8 +99,10 @@ REFUSED = {"dataset_drop_last": ("false", "true"),
 @pytest.mark.parametrize("name", REFUSED)
 def test_resume_with_changed_fixed_setting_is_rejected_with_both_values(tmp_path, name):
     was, now = REFUSED[name]
-    saved(tmp_path, 4)
-    assert f"{name} is {now}, but was {was} for {tmp_path}/checkpoints/iter_0000004" in refusal(judged, tmp_path, f"--{name}", now)
+    save_checkpoint(tmp_path, 4)
+    assert f"{name} is {now}, but was {was} for {tmp_path}/checkpoints/iter_0000004" in catch_error(
+        make_resume_plan, tmp_path, f"--{name}", now
+    )
 
 
 MOVING = ["--beta", "0.1", "--sync_ref_model", "true"]
@@ -108,30 +110,30 @@ MOVING = ["--beta", "0.1", "--sync_ref_model", "true"]
 
 @pytest.mark.parametrize("flags, verdict", [(MOVING[2:], None), (MOVING[:2], None), (MOVING, "sync_ref_model is true")])
 def test_resume_with_reference_model_in_one_of_run_and_checkpoint_only_is_rejected(tmp_path, flags, verdict):
-    saved(tmp_path, 4)
+    save_checkpoint(tmp_path, 4)
     if verdict:
-        assert verdict in refusal(judged, tmp_path, *flags)
+        assert verdict in catch_error(make_resume_plan, tmp_path, *flags)
     else:
-        assert len(judged(tmp_path, *flags).candidates[0].changes) == 1
+        assert len(make_resume_plan(tmp_path, *flags).candidates[0].changes) == 1
 
 
 def test_resume_with_changed_optimizer_offload_is_accepted(tmp_path):
-    saved(tmp_path, 4)
+    save_checkpoint(tmp_path, 4)
     for flags in (["--offload_optimizer", "true", "--offload_model", "true"], ["--optimizer_cpu_offload", "true"]):
-        assert judged(tmp_path, *flags).candidates[0].changes == ()
+        assert make_resume_plan(tmp_path, *flags).candidates[0].changes == ()
 
 
 @pytest.mark.parametrize("name, says", [("model", "another"), ("vocabulary", "another"), ("data set", "41 rows, 9f")])
 def test_another_model_vocabulary_or_data_set_is_refused(tmp_path, name, says):
-    saved(tmp_path, 4)
-    told = refusal(judged, tmp_path, content={**CONTENTS, name: says})
+    save_checkpoint(tmp_path, 4)
+    told = catch_error(make_resume_plan, tmp_path, content={**CONTENTS, name: says})
     assert f"The {name} ({says}) is not the one of {tmp_path}/checkpoints/iter_0000004 ({CONTENTS[name]})" in told
 
 
 def test_resume_with_changed_free_setting_is_reported(tmp_path):
-    saved(tmp_path, 4)
+    save_checkpoint(tmp_path, 4)
     flags = ["--lr", "1e-4", "--loss_type", "dapo", "--temperature", "0.7", "--max_completion_length", "9", "--save_steps", "7"]
-    resume = judged(tmp_path, *flags, content={**CONTENTS, "reward r.py:f": "5e"})
+    resume = make_resume_plan(tmp_path, *flags, content={**CONTENTS, "reward r.py:f": "5e"})
     assert resume.lines(resume.candidates[0])[2:] == [
         "Changed since that checkpoint:",
         "  max_completion_length  256 -> 9",
@@ -143,14 +145,16 @@ def test_resume_with_changed_free_setting_is_reported(tmp_path):
 
 
 def test_resume_with_changed_sizes_is_rejected_while_samples_are_pending(tmp_path):
-    saved(tmp_path / "between", 4)
-    saved(tmp_path / "within", 5, buffer=8)
+    save_checkpoint(tmp_path / "between", 4)
+    save_checkpoint(tmp_path / "within", 5, buffer=8)
     changes = ["--global_batch_size", "4", "--temperature", "0.5"]
-    assert {"global_batch_size", "temperature"} <= {change.name for change in judged(tmp_path / "between", *changes).candidates[0].changes}
-    told = refusal(judged, tmp_path / "within", *changes)
+    assert {"global_batch_size", "temperature"} <= {
+        change.name for change in make_resume_plan(tmp_path / "between", *changes).candidates[0].changes
+    }
+    told = catch_error(make_resume_plan, tmp_path / "within", *changes)
     assert "temperature was 1.0 and is 0.5" in told and "8 of its samples are not trained yet" in told
-    assert "temperature was 1.0" in refusal(judged, tmp_path / "within", "--temperature", "0.5")
-    assert find_step(judged(tmp_path / "within")) == 5
+    assert "temperature was 1.0" in catch_error(make_resume_plan, tmp_path / "within", "--temperature", "0.5")
+    assert find_step(make_resume_plan(tmp_path / "within")) == 5
 
 
 LOOKS = {"--beta": "0.1", "--entropy_coef": "0.1", "--compute_zero_advantage_rows": "true", "--top_entropy_quantile": "0.5"}
@@ -159,20 +163,20 @@ LOOKS = {"--beta": "0.1", "--entropy_coef": "0.1", "--compute_zero_advantage_row
 @pytest.mark.parametrize("flag", LOOKS)
 def test_resume_with_changed_zero_gradient_settings_is_accepted_between_rollouts_only(tmp_path, flag):
     """Such rows have no old log-probs. What looked at them before has left out nothing."""
-    saved(tmp_path / "between", 4)
-    saved(tmp_path / "within", 5, buffer=8)
-    saved(tmp_path / "looked", 5, flag, LOOKS[flag], buffer=8)
-    assert find_step(judged(tmp_path / "between", flag, LOOKS[flag])) == 4
-    told = refusal(judged, tmp_path / "within", flag, LOOKS[flag])
+    save_checkpoint(tmp_path / "between", 4)
+    save_checkpoint(tmp_path / "within", 5, buffer=8)
+    save_checkpoint(tmp_path / "looked", 5, flag, LOOKS[flag], buffer=8)
+    assert find_step(make_resume_plan(tmp_path / "between", flag, LOOKS[flag])) == 4
+    told = catch_error(make_resume_plan, tmp_path / "within", flag, LOOKS[flag])
     assert f"{flag[2:]} was" in told and "8 of its samples are not trained yet" in told
-    assert find_step(judged(tmp_path / "looked")) == 5
-    assert find_step(judged(tmp_path / "within", "--loss_type", "dapo")) == 5
+    assert find_step(make_resume_plan(tmp_path / "looked")) == 5
+    assert find_step(make_resume_plan(tmp_path / "within", "--loss_type", "dapo")) == 5
 
 
 def test_resume_with_other_layout_is_reported_and_other_micro_batch_size_is_not(tmp_path):
-    saved(tmp_path, 4)
+    save_checkpoint(tmp_path, 4)
     layout = "--world_size 4 --tensor_model_parallel_size 2 --micro_batch_size 2 --max_tokens_per_micro_batch 900".split()
-    resume = judged(tmp_path, *layout)
+    resume = make_resume_plan(tmp_path, *layout)
     assert resume.lines(resume.candidates[0])[3:] == [
         "  world_size  1 -> 4",
         "  tensor_model_parallel_size  1 -> 2",
@@ -180,8 +184,8 @@ def test_resume_with_other_layout_is_reported_and_other_micro_batch_size_is_not(
 
 
 def test_resume_of_complete_run_reports_that_it_is_complete(tmp_path):
-    saved(tmp_path, 9)
-    resume = judged(tmp_path)
+    save_checkpoint(tmp_path, 9)
+    resume = make_resume_plan(tmp_path)
     assert "The run is complete (9 optimizer steps)." in resume.lines(resume.candidates[0])[-1]
 
 
@@ -196,17 +200,17 @@ def test_resume_with_changed_content_is_rejected_or_reported():
 
 def test_resume_prefers_newer_checkpoint_over_older_pointer_with_note(tmp_path):
     for step in (2, 4):
-        saved(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / POINTER).write_text("2\n")
-    resume = judged(tmp_path)
+    resume = make_resume_plan(tmp_path)
     assert find_step(resume) == 4 and "names step 2" in resume.notes[0] and "iter_0000004 is used instead" in resume.notes[0]
 
 
 def test_a_pointer_that_names_a_missing_step_leads_to_the_newest_whole_one(tmp_path):
-    saved(tmp_path, 4)
+    save_checkpoint(tmp_path, 4)
     for step in ("9", "1"):
         (tmp_path / "checkpoints" / POINTER).write_text(step)
-        resume = judged(tmp_path)
+        resume = make_resume_plan(tmp_path)
         assert find_step(resume) == 4 and f"names step {step}" in resume.notes[0]
 
 
@@ -215,17 +219,17 @@ def test_a_pointer_without_any_checkpoint_is_an_error_and_not_a_fresh_run(tmp_pa
     (tmp_path / "checkpoints" / POINTER).write_text("4")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     (tmp_path / "run.lock").touch()
-    assert "names step 4, but its checkpoint is missing" in refusal(judged, tmp_path)
+    assert "names step 4, but its checkpoint is missing" in catch_error(make_resume_plan, tmp_path)
 
 
 def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentences(tmp_path):
-    saved(tmp_path / "out", 4)
+    save_checkpoint(tmp_path / "out", 4)
     (tmp_path / "out" / "checkpoints" / POINTER).unlink()
     (tmp_path / "out" / "checkpoints" / POINTER).mkdir()
-    assert "is a directory, expected a file" in refusal(judged, tmp_path / "out")
+    assert "is a directory, expected a file" in catch_error(make_resume_plan, tmp_path / "out")
     (tmp_path / "file").write_text("")
-    assert "is a file. Use a directory" in refusal(judged, tmp_path / "file")
-    assert "is a file, expected a directory" in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "file"))
+    assert "is a file. Use a directory" in catch_error(make_resume_plan, tmp_path / "file")
+    assert "is a file, expected a directory" in catch_error(make_resume_plan, tmp_path / "new", "--resume", str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("harm, says", [
@@ -235,32 +239,34 @@ def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentenc
 ], ids=["cut", "missing", "manifest"])  # fmt: skip
 def test_resume_detects_damaged_checkpoint_before_start(tmp_path, harm, says):
     for step in (2, 4):
-        saved(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     harm(tmp_path / "checkpoints" / "iter_0000004")
-    resume = judged(tmp_path)
+    resume = make_resume_plan(tmp_path)
     assert find_step(resume) == 2 and any("is skipped" in note and says in note for note in resume.notes)
-    assert says in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "checkpoints" / "iter_0000004"))
+    assert says in catch_error(make_resume_plan, tmp_path / "new", "--resume", str(tmp_path / "checkpoints" / "iter_0000004"))
     harm(tmp_path / "checkpoints" / "iter_0000002")
-    assert "No usable checkpoint" in refusal(judged, tmp_path)
+    assert "No usable checkpoint" in catch_error(make_resume_plan, tmp_path)
 
 
 def test_resume_from_another_run_into_used_output_dir_is_rejected(tmp_path):
-    saved(tmp_path / "theirs", 4)
-    saved(tmp_path / "mine", 2)
+    save_checkpoint(tmp_path / "theirs", 4)
+    save_checkpoint(tmp_path / "mine", 2)
     other = ["--resume", str(tmp_path / "theirs")]
-    assert find_step(judged(tmp_path / "new", *other)) == 4
-    told = refusal(judged, tmp_path / "mine", *other)
+    assert find_step(make_resume_plan(tmp_path / "new", *other)) == 4
+    told = catch_error(make_resume_plan, tmp_path / "mine", *other)
     assert "iter_0000002" in told and "is a checkpoint of another run" in told
-    assert find_step(judged(tmp_path / "theirs", "--resume", str(tmp_path / "theirs" / "checkpoints" / "iter_0000004"))) == 4
+    assert find_step(make_resume_plan(tmp_path / "theirs", "--resume", str(tmp_path / "theirs" / "checkpoints" / "iter_0000004"))) == 4
 
 
 def test_resume_never_and_overwrite_output_dir_have_documented_effect(tmp_path):
-    saved(tmp_path, 4)
-    assert "contains an earlier run, but resume is never" in refusal(judged, tmp_path, "--resume", "never")
+    save_checkpoint(tmp_path, 4)
+    assert "contains an earlier run, but resume is never" in catch_error(make_resume_plan, tmp_path, "--resume", "never")
     for resume in ("never", "auto"):
-        found = judged(tmp_path, "--resume", resume, "--overwrite_output_dir", "true")
+        found = make_resume_plan(tmp_path, "--resume", resume, "--overwrite_output_dir", "true")
         assert found.wipes and not found.candidates
-    assert "starts a new run, but resume" in refusal(judged, tmp_path, "--resume", str(tmp_path), "--overwrite_output_dir", "true")
+    assert "starts a new run, but resume" in catch_error(
+        make_resume_plan, tmp_path, "--resume", str(tmp_path), "--overwrite_output_dir", "true"
+    )
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------------------------------
@@ -274,35 +280,35 @@ def test_resume_never_and_overwrite_output_dir_have_documented_effect(tmp_path):
     {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "0"},
 ], ids=["elastic", "requeued", "this job", "this launch"])  # fmt: skip
 def test_resume_after_restart_removes_nothing(tmp_path, flags, environ):
-    saved(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"})
-    resume = judged(tmp_path, *flags, environ=environ)
+    save_checkpoint(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"})
+    resume = make_resume_plan(tmp_path, *flags, environ=environ)
     assert not resume.wipes and find_step(resume) == 4
     assert "is ignored" in resume.notes[0] and "continues its own run" in resume.notes[0]
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "78"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}])
 def test_a_first_start_of_another_job_still_overwrites(tmp_path, environ):
-    saved(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none"})
-    assert judged(tmp_path, "--overwrite_output_dir", "true", environ=environ).wipes
+    save_checkpoint(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none"})
+    assert make_resume_plan(tmp_path, "--overwrite_output_dir", "true", environ=environ).wipes
 
 
 def test_a_restart_before_the_first_checkpoint_does_not_continue_the_run_that_was_to_be_replaced(tmp_path):
-    saved(tmp_path, 4, job={"SLURM_JOB_ID": "77"})
+    save_checkpoint(tmp_path, 4, job={"SLURM_JOB_ID": "77"})
     environ = {"SLURM_JOB_ID": "78", "SLURM_RESTART_COUNT": "1"}
-    told = refusal(judged, tmp_path, "--overwrite_output_dir", "true", environ=environ)
+    told = catch_error(make_resume_plan, tmp_path, "--overwrite_output_dir", "true", environ=environ)
     assert "was written by another job (SLURM_JOB_ID=77, not 78)" in told
 
 
 def test_resume_after_restart_uses_own_checkpoints_and_not_resume_path(tmp_path):
-    saved(tmp_path / "theirs", 4)
-    saved(tmp_path / "mine", 6)
-    resume = judged(tmp_path / "mine", "--resume", str(tmp_path / "theirs"), environ={"TORCHELASTIC_RESTART_COUNT": "1"})
+    save_checkpoint(tmp_path / "theirs", 4)
+    save_checkpoint(tmp_path / "mine", 6)
+    resume = make_resume_plan(tmp_path / "mine", "--resume", str(tmp_path / "theirs"), environ={"TORCHELASTIC_RESTART_COUNT": "1"})
     assert find_step(resume) == 6 and "is ignored" in resume.notes[0]
 
 
 def test_a_checkpoint_records_the_job_that_wrote_it(tmp_path):
     environ = {"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none", "HOME": "/"}
-    assert judged(tmp_path, environ=environ).origin.job == {"SLURM_JOB_ID": "77"}
+    assert make_resume_plan(tmp_path, environ=environ).origin.job == {"SLURM_JOB_ID": "77"}
 
 
 def test_resume_plan_imports_no_torch(tmp_path):
@@ -311,7 +317,7 @@ def test_resume_plan_imports_no_torch(tmp_path):
 
 
 def test_find_checkpoints_without_settings_returns_resume_step(tmp_path):
-    saved(tmp_path, 4)
+    save_checkpoint(tmp_path, 4)
     assert find_step(find_checkpoints(tmp_path, environ={})) == 4
 
 
@@ -325,14 +331,14 @@ def test_a_template_that_prints_the_date_prints_that_of_the_run_that_is_continue
 
     def rendered(out: Path, *flags: str) -> str:
         inputs = ValidatedInputs(model_path=model)
-        tokenizer(configured(out, "--model", str(model), *flags)[0], inputs)
+        tokenizer(make_config(out, "--model", str(model), *flags)[0], inputs)
         short = PromptEncoder(inputs.tokenizer)([{"role": "user", "content": "?"}])
         expected = inputs.tokenizer(ChatTemplate(inputs.tokenizer).render([{"role": "user", "content": "?"}]), add_special_tokens=False)
         assert list(short) == expected["input_ids"], "single answers and episodes print the same"
         return ChatTemplate(inputs.tokenizer).render([{"role": "user", "content": "?"}])
 
-    saved(tmp_path / "old", 2, content={**CONTENTS, DAY: "2026-01-02"})
-    saved(tmp_path / "older", 2)
+    save_checkpoint(tmp_path / "old", 2, content={**CONTENTS, DAY: "2026-01-02"})
+    save_checkpoint(tmp_path / "older", 2)
     today = f"{date.today():%d.%m.%Y} 00?"
     assert rendered(tmp_path / "old") == "02.01.2026 00?"
     for out, flags in (("new", []), ("older", []), ("old", ["--resume", "never", "--overwrite_output_dir"])):
@@ -340,6 +346,6 @@ def test_a_template_that_prints_the_date_prints_that_of_the_run_that_is_continue
 
 
 def test_resume_on_another_template_date_is_reported(tmp_path):
-    saved(tmp_path, 2, content={**CONTENTS, DAY: "2026-01-02"})
-    [difference] = judged(tmp_path, content={**CONTENTS, DAY: "2026-01-03"}).candidates[0].changes
+    save_checkpoint(tmp_path, 2, content={**CONTENTS, DAY: "2026-01-02"})
+    [difference] = make_resume_plan(tmp_path, content={**CONTENTS, DAY: "2026-01-03"}).candidates[0].changes
     assert str(difference) == "day that the chat template prints  2026-01-02 -> 2026-01-03"

@@ -18,14 +18,14 @@ def put_back():
     rng_state.set_states(before)
 
 
-def drawn():
+def draw_numbers():
     return random.random(), random.gauss(0, 1), float(np.random.normal()), float(torch.rand(()))
 
 
 def test_rng_state_is_restored_exactly_within_a_pair_of_gaussians(tmp_path):
     random.gauss(0, 1), np.random.normal()
     (tmp_path / "rng.npz").write_bytes(rng_state.gather_states())
-    before, numbers = rng_state.states(), drawn()
+    before, numbers = rng_state.states(), draw_numbers()
     assert rng_state.states() != before
     rng_state.restore(tmp_path / "rng.npz")
-    assert rng_state.states() == before and drawn() == numbers
+    assert rng_state.states() == before and draw_numbers() == numbers

@@ -52,14 +52,14 @@ def change_metadata(folder, change):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def evil_metadata(folder, proof):
+def write_evil_metadata(folder, proof):
     def change(metadata):
         metadata.planner_data = DirectoryCreatingPickle(proof)
 
     change_metadata(folder, change)
 
 
-def evil_object_for_a_tensor(folder, proof):
+def write_evil_tensor(folder, proof):
     """What was a tensor, which is read as data, becomes an object, which is not."""
     stream = io.BytesIO()
     torch.save(DirectoryCreatingPickle(proof), stream)
@@ -74,11 +74,11 @@ def evil_object_for_a_tensor(folder, proof):
     change_metadata(folder, change)
 
 
-def evil_common(folder, proof):
+def write_evil_common(folder, proof):
     torch.save(DirectoryCreatingPickle(proof), folder / "common.pt")
 
 
-@pytest.mark.parametrize("attack", [evil_metadata, evil_object_for_a_tensor, evil_common])
+@pytest.mark.parametrize("attack", [write_evil_metadata, write_evil_tensor, write_evil_common])
 def test_safe_unpickle_executes_no_code(checkpoint, tmp_path, attack):
     proof = tmp_path / "it ran"
     attack(checkpoint, proof)

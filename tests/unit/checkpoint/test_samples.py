@@ -14,7 +14,7 @@ from megatron_grpo.run.checkpoint import samples as file_of_samples
 from megatron_grpo.run.checkpoint.samples import UnknownFormatError, column_types, read_samples, serialize_samples, unreadable_reason
 
 
-def sample(kind=Sample, **changes):
+def make_sample(kind=Sample, **changes):
     mask = "loss_mask" if "loss_mask" in kind.__dataclass_fields__ else "mask"
     common = dict(
         row=0,
@@ -45,15 +45,15 @@ def assert_same(back, samples):
 
 @pytest.mark.parametrize("samples", [
     [],
-    [sample()],
+    [make_sample()],
     [
-        sample(SampleWithOldLogprobs, old_logprobs=np.zeros(4, np.float32), old_logprobs_from="cached"),
-        sample(row=7),
-        sample(row=8, advantage=-1.5),
+        make_sample(SampleWithOldLogprobs, old_logprobs=np.zeros(4, np.float32), old_logprobs_from="cached"),
+        make_sample(row=7),
+        make_sample(row=8, advantage=-1.5),
     ],
-    [sample(SampleWithOldLogprobs, old_logprobs=np.full(4, -2, np.float32), old_logprobs_from="rollout", row=1)] * 3,
-    [sample(SampleWithOldLogprobs, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), old_logprobs_from="rollout")],
-    [sample(teacher_logprobs=np.array([0, 0, -3.5, -1e-3], np.float32)), sample(row=1)],
+    [make_sample(SampleWithOldLogprobs, old_logprobs=np.full(4, -2, np.float32), old_logprobs_from="rollout", row=1)] * 3,
+    [make_sample(SampleWithOldLogprobs, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), old_logprobs_from="rollout")],
+    [make_sample(teacher_logprobs=np.array([0, 0, -3.5, -1e-3], np.float32)), make_sample(row=1)],
 ], ids=["none", "one", "mixed", "anchored", "without some log-probs", "one that a teacher has seen"])  # fmt: skip
 def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
     (tmp_path / "pending.npz").write_bytes(serialize_samples(samples))
@@ -85,23 +85,23 @@ class MarkedRow(Row):
     marks: np.ndarray
 
 
-def row(length, kind=Row, **changes):
+def make_row(length, kind=Row, **changes):
     return kind(**{"number": length, "token_ids": np.arange(length) + 2**31 - 1 - length, "mask": np.arange(length) > 1} | changes)
 
 
 EVERYTHING = [
-    row(5, starts=(0, 2, 4), experts=np.arange(20, dtype=np.int16).reshape(5, 2, 2), where="there"),
-    row(3, starts=(0, 1), factor=float("-inf")),
-    row(0, starts=(), experts=np.empty((0, 2, 2), np.int16), limit=3),
-    row(4, MarkedRow, marks=np.zeros((4, 1)), mask_offsets=np.array([0, 2**40]), is_zero_std=True),
-    row(2, limit=0, factor=0.1),
+    make_row(5, starts=(0, 2, 4), experts=np.arange(20, dtype=np.int16).reshape(5, 2, 2), where="there"),
+    make_row(3, starts=(0, 1), factor=float("-inf")),
+    make_row(0, starts=(), experts=np.empty((0, 2, 2), np.int16), limit=3),
+    make_row(4, MarkedRow, marks=np.zeros((4, 1)), mask_offsets=np.array([0, 2**40]), is_zero_std=True),
+    make_row(2, limit=0, factor=0.1),
 ]
 
 
 def test_ragged_tuples_arrays_of_any_shape_and_fields_that_are_none_survive(tmp_path):
     (tmp_path / "file").write_bytes(serialize_samples(EVERYTHING))
     assert_same(read_samples(tmp_path / "file", Row), EVERYTHING)
-    equal = [row(3, starts=(0, 1)), row(4, starts=(0, 2))]  # one shape: numpy would make a table of them
+    equal = [make_row(3, starts=(0, 1)), make_row(4, starts=(0, 2))]  # one shape: numpy would make a table of them
     (tmp_path / "file").write_bytes(serialize_samples(equal))
     assert_same(read_samples(tmp_path / "file", Row), equal)
 
@@ -114,7 +114,7 @@ def test_token_ids_take_four_bytes_in_the_file_and_eight_in_memory(tmp_path):
 
 
 def test_pictures_are_not_saved(tmp_path):
-    (tmp_path / "file").write_bytes(serialize_samples([row(3, images=((0, object()),))]))
+    (tmp_path / "file").write_bytes(serialize_samples([make_row(3, images=((0, object()),))]))
     assert read_samples(tmp_path / "file", Row)[0].images == ()
 
 
@@ -128,7 +128,7 @@ def change_header(path, change):
 
 
 def test_samples_file_without_a_field_gives_its_default(tmp_path):
-    (tmp_path / "file").write_bytes(serialize_samples([row(3, where="there", starts=(0, 1))]))
+    (tmp_path / "file").write_bytes(serialize_samples([make_row(3, where="there", starts=(0, 1))]))
     change_header(tmp_path / "file", lambda header: [header["kinds"]["Row"].pop(name) for name in ("where", "starts")])
     [back] = read_samples(tmp_path / "file", Row)
     assert (back.where, back.starts) == ("here", (0,))
@@ -144,7 +144,7 @@ def test_samples_file_without_a_field_gives_its_default(tmp_path):
     (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads format 2"),
 ], ids=["field", "kind", "type", "format"])  # fmt: skip
 def test_samples_file_with_unknown_content_is_rejected_with_writer_version(tmp_path, change, says):
-    (tmp_path / "file").write_bytes(serialize_samples([row(3)]))
+    (tmp_path / "file").write_bytes(serialize_samples([make_row(3)]))
     change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
     for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable_reason(tmp_path / "file", Row))):
         with pytest.raises(UnknownFormatError, match="was written by megatron_grpo 7.0 and has") as told:
@@ -165,7 +165,7 @@ def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
     with pytest.raises(TypeError, match="Odd.table"):
         column_types(Odd)
     with pytest.raises(TypeError, match="experts has arrays of"):
-        serialize_samples([row(1, experts=np.zeros(1)), row(1, experts=np.zeros((1, 1)))])
+        serialize_samples([make_row(1, experts=np.zeros(1)), make_row(1, experts=np.zeros((1, 1)))])
 
 
 def test_every_field_of_todays_samples_can_be_saved():

@@ -56,16 +56,16 @@ def test_divide_tensors_balances_bytes_over_ranks():
 # ---- .metadata ---------------------------------------------------------------------------------------------------------------------------
 
 
-def piece(offset, shape, whole=(4, 4), key="w"):
+def make_piece(offset, shape, whole=(4, 4), key="w"):
     return PlacedShard(Shard(key, offset, shape, whole, torch.float32), 0, 64)
 
 
 def test_serialized_metadata_is_readable_by_torch():
     said = serialize_metadata(
         [
-            ("__0_0.distcp", [piece((0, 0), (2, 4)), PlacedShard(Shard("object"), 64, 8)]),
+            ("__0_0.distcp", [make_piece((0, 0), (2, 4)), PlacedShard(Shard("object"), 64, 8)]),
             ("", []),
-            ("__2_0.distcp", [piece((2, 0), (2, 4))]),
+            ("__2_0.distcp", [make_piece((2, 0), (2, 4))]),
         ]
     )
     found = _Data(io.BytesIO(said)).load()
@@ -74,11 +74,11 @@ def test_serialized_metadata_is_readable_by_torch():
     assert pickle.loads(said).state_dict_metadata["w"].chunks[1].offsets == (2, 0)
 
 
-@pytest.mark.parametrize("second", [[], [piece((1, 0), (3, 4))], [piece((0, 0), (2, 4))], [piece((2, 0), (3, 4))]],
+@pytest.mark.parametrize("second", [[], [make_piece((1, 0), (3, 4))], [make_piece((0, 0), (2, 4))], [make_piece((2, 0), (3, 4))]],
                          ids=["gap", "overlap", "twice", "outside"])  # fmt: skip
 def test_shard_check_rejects_incomplete_pieces(second):
     with pytest.raises(MissingShardError, match="w"):
-        serialize_metadata([("__0_0.distcp", [piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
+        serialize_metadata([("__0_0.distcp", [make_piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
 
 
 @given(shape=st.lists(st.integers(1, 4), max_size=3).map(tuple), data=st.data())

@@ -18,7 +18,7 @@ from tools import arguments, their_arguments
 SYSTEMS = list(arguments.SYSTEMS)
 
 
-def value(cfg, name: str):
+def read_setting(cfg, name: str):
     return getattr(getattr(cfg, table()[name].group), name)
 
 
@@ -102,8 +102,8 @@ def test_framework_defaults_that_differ_from_native_ones_are_applied(system):
             theirs = read_value(setting, word.strip("[]") or "none" if setting.is_list else word)
         except InvalidValueError:  # a word of theirs ("auto") that is no value here
             continue
-        if value(cfg, native) != theirs:
-            unlike.append((name, default, value(cfg, native)))
+        if read_setting(cfg, native) != theirs:
+            unlike.append((name, default, read_setting(cfg, native)))
     assert unlike == []
 
 
@@ -117,7 +117,7 @@ WORKED_OUT = {
 }  # fmt: skip
 
 
-def read_together(module) -> Iterator[tuple[str, str]]:
+def list_names_read_together(module) -> Iterator[tuple[str, str]]:
     """Yield (name, default if it is not one of `fallbacks`) of names that are read together, by functions and by rules."""
     implicit = {"is_true": "false", "integer": "0"}
     folder = Path(tables.__file__).parent
@@ -136,7 +136,7 @@ def test_translation_fallback_defaults_equal_class_defaults(system):
     dialect = DIALECTS[system]
     theirs = {dialect.row(name)[0]: default for name, default in arguments.read_arguments(arguments.SYSTEMS[system][0])[1].items()}
     theirs |= {dialect.size(name): default for name, default in theirs.items() if dialect.size(name)}
-    ours = {name: dialect.fallbacks.get(name, default) for name, default in read_together(system)}
+    ours = {name: dialect.fallbacks.get(name, default) for name, default in list_names_read_together(system)}
     ours |= tables.contents(system)["fallbacks"]
     compared = {name for name in ours if name in theirs and (system, name) not in WORKED_OUT}
     unlike = []

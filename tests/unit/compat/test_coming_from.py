@@ -15,7 +15,7 @@ from tests.checked import check
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"
 
 
-def values(config: Config) -> dict[str, object]:
+def flatten_config(config: Config) -> dict[str, object]:
     groups = [field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(getattr(config, field.name))]
     return {f"{group}.{name}": value for group in groups for name, value in dataclasses.asdict(getattr(config, group)).items()}
 
@@ -30,6 +30,6 @@ def test_coming_from_page_native_command_equals_framework_script(dialect, tmp_pa
     words = shlex.split(after.replace("\\\n", " "))
     ours = check([*words[words.index("train") + 1 :], "--world_size", words[words.index("--nproc_per_node") + 1]])
     assert theirs.sizes == ours.sizes
-    here, there = values(ours.config), values(theirs.config)
+    here, there = flatten_config(ours.config), flatten_config(theirs.config)
     assert there.pop("plan.dialect") == dialect and here.pop("plan.dialect") is None
     assert {name: (there[name], here[name]) for name in here if here[name] != there[name]} == {}

@@ -25,14 +25,14 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def values(cfg, names) -> dict:
+def read_settings(cfg, names) -> dict:
     return {name: getattr(getattr(cfg, table()[name].group), name) for name in names}
 
 
 @pytest.mark.parametrize("dialect", DEFAULTS)
 def test_framework_defaults_apply_to_settings_not_given(dialect):
     cfg = check(["--dialect", dialect]).config
-    assert values(cfg, DEFAULTS[dialect]) == DEFAULTS[dialect]
+    assert read_settings(cfg, DEFAULTS[dialect]) == DEFAULTS[dialect]
 
 
 SKYRL_EVALUATES = "--trainer.eval_interval 5"
@@ -125,7 +125,7 @@ TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
 )
 def test_framework_arguments_read_together_give_native_values(dialect, words, found):
     cfg = check_parsed(parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)).config
-    assert values(cfg, found) == found
+    assert read_settings(cfg, found) == found
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_skyrl_arguments_invalid_in_skyrl_are_rejected(words, says):
 )
 def test_framework_tracker_and_hub_arguments_are_translated(dialect, words, found):
     parsed = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)
-    assert parsed.problems == [] and values(parsed.config, found) == found
+    assert parsed.problems == [] and read_settings(parsed.config, found) == found
     assert ("has no effect without push_to_hub" in " ".join(parsed.notes)) == ("hub_model_id" in found and not found["push_to_hub"])
 
 
@@ -184,7 +184,7 @@ TURNS = [
 @pytest.mark.parametrize(("dialect", "words", "wanted"), TURNS, ids=[words for _, words, _ in TURNS])
 def test_framework_turn_limits_are_translated(dialect, words, wanted):
     """TRL counts rounds of tools: the model speaks once more than that. Megatron-SWIFT's use_gym_env adds a reward."""
-    assert values(check(["--dialect", dialect, *words.split()]).config, wanted) == wanted
+    assert read_settings(check(["--dialect", dialect, *words.split()]).config, wanted) == wanted
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_framework_turn_limits_are_translated(dialect, words, wanted):
 )  # fmt: skip
 def test_framework_reward_and_episode_arguments_with_native_replacement_are_listed(dialect, words, note, found):
     parsed = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)
-    assert not parsed.problems and values(parsed.config, found) == found
+    assert not parsed.problems and read_settings(parsed.config, found) == found
     assert any(line.startswith(f"What differs: {note}") for line in parsed.notes), parsed.notes
 
 

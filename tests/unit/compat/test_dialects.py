@@ -21,13 +21,13 @@ def read(dialect: str, *words: str):
     return check(["--dialect", dialect, *words]).config
 
 
-def refused(dialect: str, *words: str) -> str:
+def find_problems(dialect: str, *words: str) -> str:
     with pytest.raises(ConfigError) as error:
         check(["--dialect", dialect, *words])
     return "\n".join(problem.message for problem in error.value.problems)
 
 
-def value(cfg, name: str):
+def read_setting(cfg, name: str):
     return getattr(getattr(cfg, table()[name].group), name)
 
 
@@ -62,14 +62,14 @@ def test_megatron_swift_script_is_translated_completely(tmp_path):
 def test_framework_defaults_that_differ_are_applied_and_shown_once(tmp_path, capsys):
     cfg = read("swift")
     for name, theirs in {"beta": 0.04, "lr": 1e-5, "lr_decay_style": "cosine", "weight_decay": 0.1, "temperature": 0.9}.items():
-        assert value(cfg, name) == theirs
+        assert read_setting(cfg, name) == theirs
         assert cfg.sources[name] == "Megatron-SWIFT's default"
     assert main(["plan", "--dialect", "swift", "--weight_decay", "0.0"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows.count(["beta", "0.04", "0.0", "0.04"]) == 1 and rows.count(["lr_decay_style", "cosine", "constant", "cosine"]) == 1
     assert rows.count(["report_to", "tensorboard", "none", "none"]) == 1, "where ours is used, the table says so"
     assert not any(row[:1] == ["weight_decay"] for row in rows), "it was typed"
-    assert value(read("swift", "--beta", "0.0"), "beta") == 0.0
+    assert read_setting(read("swift", "--beta", "0.0"), "beta") == 0.0
 
 
 def test_megatron_swift_teacher_becomes_teacher_model_of_the_ranks(tmp_path):
@@ -81,8 +81,8 @@ def test_megatron_swift_teacher_becomes_teacher_model_of_the_ranks(tmp_path):
         read("slime", *theirs, "/converted", "--teacher_model", str(tmp_path)),
         read("swift", "--teacher_model", str(tmp_path), "--teacher_kl_coef", "0.5"),
     ):
-        assert (value(cfg, "teacher_model"), value(cfg, "teacher_kl_coef")) == (str(tmp_path), 0.5)
-    assert value(read("slime", *group), "teacher_kl_coef") == 1.0
+        assert (read_setting(cfg, "teacher_model"), read_setting(cfg, "teacher_kl_coef")) == (str(tmp_path), 0.5)
+    assert read_setting(read("slime", *group), "teacher_kl_coef") == 1.0
 
 
 @pytest.mark.parametrize("dialect", ["trl", "skyrl", "skyrl-doc", "swift", "cs336"])
@@ -96,7 +96,7 @@ def test_framework_defaults_table_equals_applied_defaults(dialect):
         if not row.native:
             assert shown[row.name].used == shown[row.name].ours == row.ours
             continue
-        assert {name: value(cfg, name) for name in row.native} == dict(row.native)
+        assert {name: read_setting(cfg, name) for name in row.native} == dict(row.native)
         assert any(table()[name].default != value for name, value in row.native.items()), row.name
         assert shown[row.name].used == row.theirs
 
@@ -162,7 +162,7 @@ def test_framework_defaults_table_equals_applied_defaults(dialect):
     ],
 )  # fmt: skip
 def test_unsupported_framework_arguments_are_rejected_by_name_and_feature(dialect, words, said):
-    assert said in refused(dialect, *words.split())
+    assert said in find_problems(dialect, *words.split())
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_unsupported_framework_arguments_are_rejected_by_name_and_feature(dialec
 )  # fmt: skip
 def test_framework_arguments_are_translated_to_native_values(dialect, words, values):
     cfg = read(dialect, *words.split())
-    assert {name: value(cfg, name) for name in values} == values
+    assert {name: read_setting(cfg, name) for name in values} == values
 
 
 def test_framework_system_prompt_file_is_read(tmp_path):
@@ -342,17 +342,17 @@ def test_framework_tracker_unsupported_is_rejected_and_unknown_is_omitted(tmp_pa
 
 
 def test_skyrl_long_prompts_are_deleted():
-    assert value(read("skyrl"), "truncation_strategy") == "delete"
-    assert value(read("skyrl", "--truncation_strategy", "raise"), "truncation_strategy") == "raise"
+    assert read_setting(read("skyrl"), "truncation_strategy") == "delete"
+    assert read_setting(read("skyrl", "--truncation_strategy", "raise"), "truncation_strategy") == "raise"
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
 def test_gradient_checkpointing_false_of_skyrl_recomputes_nothing(strategy):
     """megatron_worker.py and fsdp_worker.py both read it."""
     strategy = f"trainer.strategy={strategy}"
-    assert value(read("skyrl", strategy), "recompute_granularity") == "full"
+    assert read_setting(read("skyrl", strategy), "recompute_granularity") == "full"
     off = read("skyrl", strategy, "trainer.gradient_checkpointing=false")
-    assert [value(off, f"recompute_{name}") for name in ("granularity", "method", "num_layers")] == [None, None, None]
+    assert [read_setting(off, f"recompute_{name}") for name in ("granularity", "method", "num_layers")] == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_framework_argument_names_are_known_in_their_section(dialect, system):
 
 
 def test_trl_auto_find_batch_size_is_rejected_with_its_reason():
-    message = refused("trl", "--per_device_train_batch_size", "8", "--auto_find_batch_size", "true")
+    message = find_problems("trl", "--per_device_train_batch_size", "8", "--auto_find_batch_size", "true")
     assert "batch sizes are not adapted" in message and "save_steps" not in message
 
 
@@ -410,4 +410,4 @@ def test_megatron_swift_rules_are_reported_for_its_dialect_only(capsys):
     ],
 )
 def test_framework_argument_with_value_of_wrong_form_is_rejected(dialect, words):
-    assert words[0].lstrip("-").replace("=", " (") in refused(dialect, *words)
+    assert words[0].lstrip("-").replace("=", " (") in find_problems(dialect, *words)

@@ -41,7 +41,7 @@ def test_python_config_is_read_as_trl_arguments_without_running_it(tmp_path):
     assert not mark.exists()
 
 
-def adapter(tmp_path, lora: str, *flags: str) -> tuple[dict, dict]:
+def make_adapter_code(tmp_path, lora: str, *flags: str) -> tuple[dict, dict]:
     """The adapter's settings of a file with this LoraConfig, or of TRL's command line without one; and the defaults that plan lists."""
     file = tmp_path / "train.py"
     file.write_text(f"args = GRPOConfig(per_device_train_batch_size=8)\nGRPOTrainer(model='m', args=args, peft_config={lora})\n")
@@ -56,16 +56,16 @@ def test_python_config_adapter_defaults_apply_if_adapter_object_is_built(tmp_pat
     from trl import ModelConfig
 
     theirs = LoraConfig()
-    found, listed = adapter(tmp_path, "LoraConfig(task_type='CAUSAL_LM')")
+    found, listed = make_adapter_code(tmp_path, "LoraConfig(task_type='CAUSAL_LM')")
     assert (found["tuner_type"], found["lora_rank"], found["lora_alpha"]) == ("lora", theirs.r, theirs.lora_alpha)
     assert (found["lora_dropout"], found["use_rslora"], listed["lora_alpha"]) == (theirs.lora_dropout, theirs.use_rslora, "8")
     assert "lora_r" not in listed and "lora_dropout" not in listed, "they are ours too"
-    found, _ = adapter(tmp_path, "LoraConfig(r=4, lora_dropout=0.1)", "--lora_alpha", "16")
+    found, _ = make_adapter_code(tmp_path, "LoraConfig(r=4, lora_dropout=0.1)", "--lora_alpha", "16")
     assert (found["lora_rank"], found["lora_alpha"], found["lora_dropout"]) == (4, 16.0, 0.1)
-    assert adapter(tmp_path, "LoraConfig()", "--use_peft", "false")[0]["tuner_type"] == "full"
+    assert make_adapter_code(tmp_path, "LoraConfig()", "--use_peft", "false")[0]["tuner_type"] == "full"
 
     theirs = ModelConfig()
-    found, listed = adapter(tmp_path, "")
+    found, listed = make_adapter_code(tmp_path, "")
     assert (found["lora_rank"], found["lora_alpha"], found["lora_dropout"]) == (theirs.lora_r, theirs.lora_alpha, theirs.lora_dropout)
     assert (listed["lora_r"], listed["lora_dropout"]) == ("16", "0.05")
 

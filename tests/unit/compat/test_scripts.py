@@ -11,7 +11,7 @@ from megatron_grpo.commands.compat.script import read_script, read_shell
 from megatron_grpo.run.config import parse
 
 
-def flags(text: str) -> list[str]:
+def read_flags(text: str) -> list[str]:
     script = read_shell(text, source="run.sh")
     assert not script.problems, script.problems
     return script.words
@@ -56,7 +56,7 @@ def flags(text: str) -> list[str]:
 def test_script_words_are_split_as_by_a_shell(text, words):
     if isinstance(words, str):
         words = [word for part in zip(words.split("|"), (True, False, True)) for word in (part[0].split() if part[1] else [part[0]])]
-    assert flags(text) == words
+    assert read_flags(text) == words
 
 
 @pytest.mark.parametrize(

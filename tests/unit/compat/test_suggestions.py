@@ -14,7 +14,7 @@ from megatron_grpo.run.config import names, parse, table
 from tests.checked import check
 
 
-def said(*words: str) -> list[str]:
+def list_problems(*words: str) -> list[str]:
     return [problem.message for problem in parse(words, dialects=lambda: DIALECTS).problems]
 
 
@@ -77,7 +77,7 @@ def said(*words: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_suggestion_for_unknown_name_is_correct_or_absent(name, remedy):
-    (message,) = said(f"--{name}", "1")
+    (message,) = list_problems(f"--{name}", "1")
     assert message.startswith(f"{name} is not a setting.")
     if remedy is None:
         assert "Did you mean" not in message and "called" not in message
@@ -103,7 +103,7 @@ def test_suggestion_for_unknown_name_is_correct_or_absent(name, remedy):
     ],
 )
 def test_suggestion_for_framework_value_is_correct_or_absent(typed, remedy):
-    (message,) = said(*typed.split())
+    (message,) = list_problems(*typed.split())
     assert message.endswith(".") and (remedy is None or remedy.lower() in message.lower()), message
     if remedy is None:
         assert message.endswith("real.") or "slime" in typed, message
@@ -149,14 +149,14 @@ def test_suggestions_name_existing_settings():
 def test_suggestion_for_framework_file_is_one_problem_with_one_remedy(tmp_path, text, says):
     script = tmp_path / "run.sh"
     script.write_text(text)
-    (message,) = said("--config", str(script))
+    (message,) = list_problems("--config", str(script))
     assert message.startswith(f"run.sh looks like {says} (") and "Add `--dialect " in message
 
 
 def test_suggestion_for_framework_file_also_reports_unknown_names(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("megatron rlhf --rlhf_type grpo --padding_free true --use_hf true --flux_capacitor 1")
-    file, other = said("--config", str(script))
+    file, other = list_problems("--config", str(script))
     assert "--dialect swift-megatron" in file and other.startswith("flux_capacitor in run.sh is not a setting.")
 
 
@@ -166,5 +166,5 @@ def test_dialect_swift_is_alias_of_swift_megatron():
 
 @pytest.mark.parametrize("name", ["optimizer.adam.beta2", "optim.beta2", "beta2"])
 def test_suggestion_for_adam_beta_is_not_kl_beta(name):
-    (message,) = said(f"--{name}", "1")
+    (message,) = list_problems(f"--{name}", "1")
     assert "adam_beta2" in message and "Did you mean" not in message

@@ -9,7 +9,7 @@ from megatron_grpo.run.config.table import table
 from tests.checked import check
 
 
-def problems(*argv):
+def list_problems(*argv):
     with pytest.raises(ConfigError) as error:
         check(list(argv))
     return [problem.message for problem in error.value.problems]
@@ -18,13 +18,14 @@ def problems(*argv):
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
 @pytest.mark.parametrize("name", [name for name, setting in table().items() if setting.kind == "float"])
 def test_settings_with_infinite_numbers_are_rejected(name, value):
-    assert any(message.startswith(name) and value in message for message in problems(f"--{name}={value}"))
+    assert any(message.startswith(name) and value in message for message in list_problems(f"--{name}={value}"))
 
 
 @pytest.mark.parametrize("weights", [["nan", "1"], ["1", "inf"], ["1e300", "1"]])
 def test_reward_weights_with_infinite_numbers_are_rejected(weights):
     assert any(
-        message.startswith("reward_weights") for message in problems("--reward_funcs", "length", "format", "--reward_weights", *weights)
+        message.startswith("reward_weights")
+        for message in list_problems("--reward_funcs", "length", "format", "--reward_weights", *weights)
     )
 
 

@@ -19,7 +19,7 @@ from tests.checked import check
 from tests.ranks import run_ranks
 
 
-def said(**values) -> list[str]:
+def list_problems(**values) -> list[str]:
     return [problem.message for problem in validate(Config().with_values(values))]
 
 
@@ -62,7 +62,7 @@ def said(**values) -> list[str]:
     ],
 )  # fmt: skip
 def test_engine_kwargs_key_is_accepted_or_rejected_by_name(flag, given, sentence):
-    found = said(**{flag: given})
+    found = list_problems(**{flag: given})
     assert not found if sentence is None else len(found) == 1 and found[0].startswith(f"{flag}: ") and sentence in found[0], found
 
 
@@ -97,8 +97,8 @@ def test_engine_kwargs_values_are_parsed_as_json_if_valid():
 
 
 def test_enable_thinking_and_chat_template_kwargs_must_agree():
-    assert said(enable_thinking=False, chat_template_kwargs={"enable_thinking": False}) == []
-    [sentence] = said(enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
+    assert list_problems(enable_thinking=False, chat_template_kwargs={"enable_thinking": False}) == []
+    [sentence] = list_problems(enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
     assert "differ" in sentence
     data = Config().with_values({"enable_thinking": False, "chat_template_kwargs": {"depth": 2}}).data
     assert data.template_options == {"enable_thinking": False, "depth": 2}
@@ -137,8 +137,8 @@ def test_eval_sampling_defaults_to_training_sampling():
     assert drawn(bounded.with_values(own)).more == {"min_tokens": 2}
     greedy = drawn(cfg.with_values({"eval_temperature": 0.0}))
     assert (greedy.n, greedy.top_p, greedy.top_k, greedy.min_p) == (1, 1.0, 0, 0.0)
-    assert any("eval_top_k (5) has no effect with eval_temperature 0" in one for one in said(eval_temperature=0.0, eval_top_k=5))
-    [sentence] = said(**held_out, eval_max_completion_length=300, rollout_func="a.py:f")
+    assert any("eval_top_k (5) has no effect with eval_temperature 0" in one for one in list_problems(eval_temperature=0.0, eval_top_k=5))
+    [sentence] = list_problems(**held_out, eval_max_completion_length=300, rollout_func="a.py:f")
     assert "eval_max_completion_length (300) is not supported with rollout_func" in sentence
 
 

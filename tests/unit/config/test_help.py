@@ -58,7 +58,7 @@ def test_help_overview_describes_each_command_in_the_imperative(capsys):
     assert "Train a model with GRPO." in told and "--help-search" in told
 
 
-def flags_of(capsys, *words):
+def list_flags(capsys, *words):
     """What `train` explains, flag by flag."""
     assert main(["train", *words]) == 0
     return re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.M)
@@ -69,10 +69,10 @@ def test_help_lists_every_setting_or_its_map(capsys):
     assert len(in_maps) == len(set(in_maps)), "a setting is a key of one map"
     assert all(len({table()[key].group for key in keys()[name]}) == 1 for name in MAPS)
     listed = {name for name, setting in table().items() if not setting.is_hidden}
-    assert sorted(flags_of(capsys, "--help")) == sorted({*listed, *MAPS} - {*in_maps} | {"config", "print_config", "help", "help-search"})
-    assert sorted(flags_of(capsys, "--help", "all")) == sorted(listed)
-    assert flags_of(capsys, "--help", "loss-kwargs", "learning_rate") == [*keys()["loss_kwargs"], "lr"]
-    assert flags_of(capsys, "--help", "kernels") == keys()["kernel_kwargs"]
+    assert sorted(list_flags(capsys, "--help")) == sorted({*listed, *MAPS} - {*in_maps} | {"config", "print_config", "help", "help-search"})
+    assert sorted(list_flags(capsys, "--help", "all")) == sorted(listed)
+    assert list_flags(capsys, "--help", "loss-kwargs", "learning_rate") == [*keys()["loss_kwargs"], "lr"]
+    assert list_flags(capsys, "--help", "kernels") == keys()["kernel_kwargs"]
     assert main(["--help", "kernels"]) == 0, "without a command"
     assert re.findall(r"^  --(\w+)", capsys.readouterr().out, re.M) == keys()["kernel_kwargs"]
     main(["train", "--help"])
@@ -86,7 +86,7 @@ def test_help_lists_the_sections_at_its_end_and_explains_each(capsys):
     assert listed == list(Config().groups())
     for section in listed:
         own = [name for name, setting in table().items() if setting.group == section and not setting.is_hidden]
-        assert [name for name in flags_of(capsys, "--help", section) if table()[name].group == section] == own
+        assert [name for name in list_flags(capsys, "--help", section) if table()[name].group == section] == own
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_help_lists_the_sections_at_its_end_and_explains_each(capsys):
     ],
 )
 def test_help_search_finds_names_aliases_and_help_text(capsys, searched, found, not_found):
-    flags = set(flags_of(capsys, "--help-search", *searched))
+    flags = set(list_flags(capsys, "--help-search", *searched))
     assert found <= flags and not flags & not_found
 
 

@@ -18,7 +18,7 @@ from megatron_grpo.run.config.write import as_yaml
 from tests.checked import check
 
 
-def problems(*argv: str, **kwargs) -> list:
+def list_problems(*argv: str, **kwargs) -> list:
     with pytest.raises(ConfigError) as error:
         resolve(argv, dialects=lambda: DIALECTS, **kwargs)
     return list(error.value.problems)
@@ -48,7 +48,7 @@ def test_parse_bool_accepts_common_spellings(word, value):
 
 def test_bf16_false_is_float32_and_contradicting_it_is_an_error():
     assert resolve(["--bf16", "false"]).model.torch_dtype == "float32"
-    [problem] = problems("--bf16", "--torch_dtype", "float32")
+    [problem] = list_problems("--bf16", "--torch_dtype", "float32")
     assert problem.flags == ("bf16", "torch_dtype")
 
 
@@ -79,7 +79,7 @@ def test_the_command_line_wins_over_files_and_a_later_file_over_an_earlier_one(t
 
 def test_parse_reports_all_problems_together(tmp_path):
     file = write(tmp_path / "run.yaml", "mirco_batch_size: 2\nlr: fast\nlr: slow\nbatch: {num_generation: 3}\n")
-    found = problems("--config", file, "--top_q", "1", "--seed", "x", "stray", "--seed", "1", "2")
+    found = list_problems("--config", file, "--top_q", "1", "--seed", "x", "stray", "--seed", "1", "2")
     text = "\n".join(map(str, found))
     for part in (
         "mirco_batch_size in run.yaml is not a setting. Did you mean micro_batch_size?",
@@ -108,17 +108,17 @@ def test_parse_reports_all_problems_together(tmp_path):
     ],
 )
 def test_parse_problem_names_flag_and_value(argv, part):
-    [problem] = problems(*argv)
+    [problem] = list_problems(*argv)
     assert part in problem.message
 
 
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2", "lr: {deep: {deeper: 1}}"])
 def test_files_that_are_no_configuration_are_refused(tmp_path, text):
-    assert len(problems("--config", write(tmp_path / "x.yaml", text))) == 1
+    assert len(list_problems("--config", write(tmp_path / "x.yaml", text))) == 1
 
 
 def test_a_setting_in_an_unknown_section_is_an_error_that_names_the_sections(tmp_path):
-    [problem] = problems("--config", write(tmp_path / "x.yaml", "trainer: {lr: 1}"))
+    [problem] = list_problems("--config", write(tmp_path / "x.yaml", "trainer: {lr: 1}"))
     assert problem.flags == ("trainer.lr",) and "optimizer" in problem.message
 
 
@@ -126,7 +126,7 @@ def test_parse_takes_world_size_from_launcher():
     assert resolve([], launcher_world_size=8).parallel.world_size == 8
     assert resolve(["--world_size", "8"], launcher_world_size=8).sources["world_size"] == "launcher"
     assert resolve([]).parallel.world_size == 1
-    [problem] = problems("--num_processes", "4", launcher_world_size=8)
+    [problem] = list_problems("--num_processes", "4", launcher_world_size=8)
     assert problem.flags == ("num_processes",) and problem.nearest == {"num_processes": [8]}
 
 

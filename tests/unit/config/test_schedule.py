@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 STEPS, LR, MIN = 20, 0.5, 0.1
 
 
-def falling(passed: float, style: str) -> float:
+def compute_decay(passed: float, style: str) -> float:
     """1 at the beginning of a decay, 0 at its end (MiniCPM, arXiv 2404.06395, for WSD's shapes as Megatron-Core has them)."""
     return {
         "linear": 1 - passed,
@@ -25,7 +25,7 @@ def falling(passed: float, style: str) -> float:
     }[style]
 
 
-def rate(step: int, *, style: str, warmup: int = 4, end: int = STEPS, anneal: int = 0, shape: str = "") -> float:
+def compute_rate(step: int, *, style: str, warmup: int = 4, end: int = STEPS, anneal: int = 0, shape: str = "") -> float:
     begin = 0.05
     if step <= warmup:
         return begin + (LR - begin) * step / warmup
@@ -34,8 +34,8 @@ def rate(step: int, *, style: str, warmup: int = 4, end: int = STEPS, anneal: in
     if style == "inverse-square-root":
         return max(MIN, LR * math.sqrt(warmup / step))
     if style == "WSD":
-        return MIN + (LR - MIN) * (falling((step - (end - anneal)) / anneal, shape) if step > end - anneal else 1)
-    return MIN + (LR - MIN) * falling((step - warmup) / (end - warmup), style)
+        return MIN + (LR - MIN) * (compute_decay((step - (end - anneal)) / anneal, shape) if step > end - anneal else 1)
+    return MIN + (LR - MIN) * compute_decay((step - warmup) / (end - warmup), style)
 
 
 CASES = [
@@ -65,7 +65,7 @@ def test_lr_and_weight_decay_follow_formulas_at_every_step():
 
         for settings, expected in CASES:
             found = [rates[0] for rates, _ in course(settings)]
-            assert found == pytest.approx([rate(step, **expected) for step in range(STEPS)], rel=1e-12), settings
+            assert found == pytest.approx([compute_rate(step, **expected) for step in range(STEPS)], rel=1e-12), settings
         for style, rising in DECAYS.items():
             both = course({"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.3})
             found = [decays for _, decays in both]

@@ -13,11 +13,11 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 
 
-def servers(**settings):
+def make_server_config(**settings):
     return RolloutConfig(vllm_mode="server", **{f"vllm_server_{name}": value for name, value in settings.items()})
 
 
-def said(**values):
+def join_problems(**values):
     return " ".join(problem.message for problem in validate(Config().with_values({"vllm_mode": "server", **values})))
 
 
@@ -33,11 +33,11 @@ def said(**values):
     ],
 )
 def test_server_addresses_from_hosts_and_ports_or_urls(settings, urls):
-    assert [str(address) for address in list_addresses(servers(**settings))] == urls
+    assert [str(address) for address in list_addresses(make_server_config(**settings))] == urls
 
 
 def test_server_address_files_are_reread_and_may_be_missing(tmp_path):
-    named = servers(host=[f"@{tmp_path}/one", f"@{tmp_path}/many"])
+    named = make_server_config(host=[f"@{tmp_path}/one", f"@{tmp_path}/many"])
     assert list_addresses(named) == []
     (tmp_path / "one").write_text("http://a:1\n")
     assert list_addresses(named) == [Address("a", 1)]
@@ -63,7 +63,7 @@ def test_server_address_files_are_reread_and_may_be_missing(tmp_path):
     ],
 )  # fmt: skip
 def test_server_address_that_is_invalid_is_rejected(values, sentence):
-    assert all(part in said(**values) for part in sentence.split("|") if part != "http://a:8000/v1")
+    assert all(part in join_problems(**values) for part in sentence.split("|") if part != "http://a:8000/v1")
 
 
 def test_engine_settings_belong_to_rollout_group():
@@ -75,28 +75,28 @@ def test_server_token_is_read_from_private_file_or_variable_and_not_printed(tmp_
     file.write_text("secret of the file\n")
     file.chmod(0o600)
     environment = {"MEGATRON_GRPO_TOKEN": " secret of the variable ", "XDG_CONFIG_HOME": str(tmp_path)}
-    assert read_token(servers(token_file=str(file)), environment) == "secret of the file"
-    assert read_token(servers(), environment) == "secret of the variable"
+    assert read_token(make_server_config(token_file=str(file)), environment) == "secret of the file"
+    assert read_token(make_server_config(), environment) == "secret of the variable"
     del environment["MEGATRON_GRPO_TOKEN"]
     with pytest.raises(ConfigError, match="Set the variable MEGATRON_GRPO_TOKEN"):
-        read_token(servers(), environment)
+        read_token(make_server_config(), environment)
     (tmp_path / "megatron-grpo").mkdir()
     made = tmp_path / "megatron-grpo" / "token"
     made.write_text("secret of a server")
     made.chmod(0o600)
-    assert read_token(servers(), environment) == "secret of a server"
+    assert read_token(make_server_config(), environment) == "secret of a server"
     for mode in (0o640, 0o604):
         file.chmod(mode)
         with pytest.raises(ConfigError, match=rf"is readable by other users \(mode {mode:o}\). Run `chmod 600") as error:
-            read_token(servers(token_file=str(file)), environment)
+            read_token(make_server_config(token_file=str(file)), environment)
         assert "secret" not in str(error.value)
     for path, why in ((tmp_path / "none", "cannot be read"), (tmp_path, "cannot be read")):
         with pytest.raises(ConfigError, match=why):
-            read_token(servers(token_file=str(path)), environment)
+            read_token(make_server_config(token_file=str(path)), environment)
     file.chmod(0o600)
     file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        read_token(servers(token_file=str(file)), environment)
+        read_token(make_server_config(token_file=str(file)), environment)
 
 
 def test_server_address_file_that_is_endless_is_rejected():

@@ -14,7 +14,7 @@ from tests.lora_cases import ODD, random_adapter
 from tests.tiny_models import write_tiny
 
 
-def said(*words: str) -> list[str]:
+def list_problems(*words: str) -> list[str]:
     return [problem.message for problem in validate(parse(words, dialects=lambda: DIALECTS).config)]
 
 
@@ -35,7 +35,7 @@ def test_tuner_settings_of_written_config_are_accepted(tmp_path):
     """It names every setting, those of the other tuner at their defaults."""
     for words in ([], ["--tuner_type", "lora"]):
         (tmp_path / "config.yaml").write_text(as_yaml(resolve(words)))
-        assert said("--config", str(tmp_path / "config.yaml")) == []
+        assert list_problems("--config", str(tmp_path / "config.yaml")) == []
 
 
 def test_print_config_shows_rank_pattern_in_command_line_form(capsys):
@@ -62,7 +62,7 @@ def test_print_config_shows_rank_pattern_in_command_line_form(capsys):
     ],
 )
 def test_tuner_incompatible_settings_give_one_problem(words, says):
-    (message,) = said(*words.split())
+    (message,) = list_problems(*words.split())
     assert says in message
 
 
@@ -76,7 +76,7 @@ def test_tuner_incompatible_settings_give_one_problem(words, says):
     ],
 )
 def test_tuner_compatible_settings_are_accepted(words):
-    assert said(*words.split()) == []
+    assert list_problems(*words.split()) == []
 
 
 @pytest.fixture(scope="module")

@@ -31,15 +31,15 @@ def tokenizer():
     return made
 
 
-def words(token_ids):
+def decode_words(token_ids):
     return " ".join(WORDS[token_id] for token_id in token_ids)
 
 
 def test_a_string_gets_the_special_tokens_that_the_tokenizer_adds(tokenizer):
-    assert words(PromptEncoder(tokenizer)("hello there")) == "<s> hello there"
+    assert decode_words(PromptEncoder(tokenizer)("hello there")) == "<s> hello there"
 
 
-def adding(single, *more):
+def make_tokenizer_with_processor(single, *more):
     """A tokenizer whose post-processor adds what `single` says; `more` are special tokens besides."""
     inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate([*WORDS, *more])}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -64,15 +64,15 @@ def adding(single, *more):
     ],
 )
 def test_prompt_encoder_text_has_one_bos_and_no_eos(single, text, tokens):
-    assert words(PromptEncoder(adding(single))(text)) == tokens
+    assert decode_words(PromptEncoder(make_tokenizer_with_processor(single))(text)) == tokens
 
 
 def test_prompt_encoder_keeps_eos_of_complete_text():
-    assert words(encode_text(adding("<s> $A </s>"), "<s> hello", is_open=False)) == "<s> hello </s>"
+    assert decode_words(encode_text(make_tokenizer_with_processor("<s> $A </s>"), "<s> hello", is_open=False)) == "<s> hello </s>"
 
 
 def test_stop_strings_that_are_special_tokens_become_token_ids_and_mixtures_are_refused():
-    tokens = SpecialTokens(adding("$A", "<|end|>", "<|im_end|>"))
+    tokens = SpecialTokens(make_tokenizer_with_processor("$A", "<|end|>", "<|im_end|>"))
     assert tokens.split_stop(["</s>", "well", "<|im_end|>"]) == (["well"], [2, len(WORDS) + 1])
     assert list(tokens.stop_problems(["</s>", "well", "<|im_end|>"])) == []
     [problem] = tokens.stop_problems(["well <|im_end|>"])
@@ -81,7 +81,7 @@ def test_stop_strings_that_are_special_tokens_become_token_ids_and_mixtures_are_
 
 
 def test_a_template_that_ends_answers_with_a_token_that_ends_nothing_is_noted():
-    tokenizer = adding("$A", "<|im_end|>")
+    tokenizer = make_tokenizer_with_processor("$A", "<|im_end|>")
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} <|im_end|> {% endfor %}"
     tokens, end = SpecialTokens(tokenizer), len(WORDS)
     assert f"Use --stop_token_ids {end}." in tokens.find_unended({}, {2})
@@ -111,22 +111,24 @@ def test_find_opened_tag_reads_end_of_prompt_only(prompt, opened):
 
 
 def test_tags_that_are_special_tokens_are_known():
-    assert not SpecialTokens(adding("$A")).hides_tags(["reason"])
-    assert SpecialTokens(adding("$A", "</think>")).hides_tags([]) and SpecialTokens(adding("$A", "<reason>")).hides_tags(["reason"])
+    assert not SpecialTokens(make_tokenizer_with_processor("$A")).hides_tags(["reason"])
+    assert SpecialTokens(make_tokenizer_with_processor("$A", "</think>")).hides_tags([]) and SpecialTokens(
+        make_tokenizer_with_processor("$A", "<reason>")
+    ).hides_tags(["reason"])
 
 
 def test_prompt_encoder_text_ignores_system_message(tokenizer):
-    assert words(PromptEncoder(tokenizer, system="be brief")("hello there")) == "<s> hello there"
+    assert decode_words(PromptEncoder(tokenizer, system="be brief")("hello there")) == "<s> hello there"
 
 
 def test_messages_go_through_the_chat_template_up_to_the_answer(tokenizer):
-    assert words(PromptEncoder(tokenizer)(HELLO)) == "[user] hello there </s> [assistant]"
+    assert decode_words(PromptEncoder(tokenizer)(HELLO)) == "[user] hello there </s> [assistant]"
 
 
 def test_system_is_put_before_messages_that_have_none(tokenizer):
-    assert words(PromptEncoder(tokenizer, system="be brief")(HELLO)) == "[system] be brief </s> [user] hello there </s> [assistant]"
+    assert decode_words(PromptEncoder(tokenizer, system="be brief")(HELLO)) == "[system] be brief </s> [user] hello there </s> [assistant]"
     own = [{"role": "system", "content": "well"}, *HELLO]
-    assert words(PromptEncoder(tokenizer, system="be brief")(own)).startswith("[system] well </s> [user]")
+    assert decode_words(PromptEncoder(tokenizer, system="be brief")(own)).startswith("[system] well </s> [user]")
 
 
 def test_chat_template_kwargs_unknown_to_template_are_rejected(tokenizer):
@@ -139,13 +141,13 @@ def test_chat_template_kwargs_unknown_to_template_are_rejected(tokenizer):
 
 
 def test_enable_thinking_reaches_the_template_only_when_set(tokenizer):
-    assert words(PromptEncoder(tokenizer, options={"enable_thinking": True})(HELLO)).endswith("[assistant] [think]")
-    assert words(PromptEncoder(tokenizer)(HELLO)).endswith("[assistant]")
+    assert decode_words(PromptEncoder(tokenizer, options={"enable_thinking": True})(HELLO)).endswith("[assistant] [think]")
+    assert decode_words(PromptEncoder(tokenizer)(HELLO)).endswith("[assistant]")
 
 
 def test_prompt_encoder_continues_a_started_answer(tokenizer):
     begun = [*HELLO, {"role": "assistant", "content": "well"}]
-    assert words(PromptEncoder(tokenizer)(begun)) == "[user] hello there </s> [assistant] well"
+    assert decode_words(PromptEncoder(tokenizer)(begun)) == "[user] hello there </s> [assistant] well"
 
 
 def test_completions_have_trls_shapes():
@@ -165,7 +167,7 @@ def test_prompts_of_a_stream_equal_what_trl_would_tokenize(tokenizer, tmp_path):
 def test_left_truncation_keeps_the_end(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": HELLO}))
     source = open_stream(DataConfig(dataset=str(tmp_path / "a.jsonl"), max_prompt_length=3, truncation_strategy="left"), tokenizer, seed=0)
-    assert words(source.take(1)[0].token_ids) == "there </s> [assistant]"
+    assert decode_words(source.take(1)[0].token_ids) == "there </s> [assistant]"
     assert source.rows.longest_prompt == 3
 
 

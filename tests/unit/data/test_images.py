@@ -40,7 +40,7 @@ EYES = ImageProcessorSpec(image_token=9, around=(7, 8), min_pixels=3136, max_pix
 })  # fmt: skip
 
 
-def exif(orientation):
+def make_exif(orientation):
     from PIL import Image
 
     found = Image.Exif()
@@ -48,7 +48,7 @@ def exif(orientation):
     return found
 
 
-def upright(data):
+def decode_upright(data):
     """What Pillow's own function makes of it."""
     from PIL import Image, ImageOps
 
@@ -60,10 +60,10 @@ def upright(data):
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_decode_image_applies_exif_orientation_and_header_gives_size(form, orientation):
-    data = as_bytes(picture(40, 90), form, exif=exif(orientation))
+    data = as_bytes(picture(40, 90), form, exif=make_exif(orientation))
     image = decode_image(data)
     assert (image.height, image.width) == ImageSource("x", held=data).size() == ((90, 40) if orientation > 4 else (40, 90))
-    assert np.array_equal(np.asarray(image), np.asarray(upright(data)))
+    assert np.array_equal(np.asarray(image), np.asarray(decode_upright(data)))
 
 
 @pytest.mark.parametrize(("mode", "form"), [("L", "PNG"), ("P", "PNG"), ("P", "GIF"), ("LA", "PNG"), ("1", "PNG"), ("CMYK", "JPEG"),
@@ -79,7 +79,7 @@ def test_decode_image_removes_metadata_so_vllm_does_not_rotate_again():
     from vllm.multimodal.parse import MultiModalDataParser
 
     for form in ("JPEG", "PNG", "WEBP"):
-        data = as_bytes(picture(40, 90), form, exif=exif(6))
+        data = as_bytes(picture(40, 90), form, exif=make_exif(6))
         image = decode_image(data)
         assert image.info == {} and not image.getexif() and ImageOps.exif_transpose(image).size == image.size
         [read] = MultiModalDataParser().parse_mm_data({"image": [image]})["image"].get_all()
@@ -122,12 +122,12 @@ def test_image_patch_count_from_header_equals_patches(size):
     assert EYES.tokens(grid) * 4 == len(patches)
 
 
-def rows_at(folder, *rows, name="d.jsonl"):
+def write_rows(folder, *rows, name="d.jsonl"):
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataConfig(dataset=str(folder / name))
 
 
-def asks(*images, text="<image>" * 1):
+def make_image_row(*images, text="<image>" * 1):
     return {"messages": [{"role": "user", "content": text + "?"}], "images": list(images)}
 
 
@@ -138,7 +138,7 @@ def list_problems(cfg, **more):
     return problem.message
 
 
-def damaged(image):
+def damage_image(image):
     data = as_bytes(image, "JPEG")
     return data[: len(data) // 2]
 
@@ -152,7 +152,7 @@ BAD = {
     "a URL": (lambda at: "https://example.org/a.png", "is the URL .* URLs are not downloaded"),
     "a URL of a file": (lambda at: f"file://{at}/good.png", "is the URL .* URLs are not downloaded"),
     "text": (lambda at: (at / "t.png").write_text("hello") and "t.png", "is not a BMP, GIF, JPEG"),
-    "cut short": (lambda at: (at / "c.jpg").write_bytes(damaged(picture(200, 300))) and "c.jpg", "cannot be read: .*truncated"),
+    "cut short": (lambda at: (at / "c.jpg").write_bytes(damage_image(picture(200, 300))) and "c.jpg", "cannot be read: .*truncated"),
     "a strip": (lambda at: (at / "s.png").write_bytes(as_bytes(picture(2, 500))) and "s.png", "one side is more than 200 times"),
     "empty": (lambda at: (at / "e.png").write_bytes(b"") or "e.png", "is not a BMP|cannot be read"),
     "a number": (lambda at: 7, "is of type int"),
@@ -164,7 +164,7 @@ def test_image_that_cannot_be_used_is_rejected_with_row(tmp_path, name):
     make, said = BAD[name]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "good.png").write_bytes(as_bytes(picture(40, 40)))
-    cfg = rows_at(tmp_path / "data", asks("good.png"), asks(make(tmp_path / "data")))
+    cfg = write_rows(tmp_path / "data", make_image_row("good.png"), make_image_row(make(tmp_path / "data")))
     message = list_problems(cfg)
     assert message.startswith("d.jsonl line 2: image ")
     assert __import__("re").search(said, message), message
@@ -177,19 +177,19 @@ def test_image_with_too_many_pixels_is_rejected_by_header(tmp_path):
     data = as_bytes(Image.new("1", (41_000, 41_000)))
     assert len(data) < 1 << 20
     (tmp_path / "b.png").write_bytes(data)
-    assert "cannot be read" in (said := list_problems(rows_at(tmp_path, asks("b.png")))) or "bomb" in said
+    assert "cannot be read" in (said := list_problems(write_rows(tmp_path, make_image_row("b.png")))) or "bomb" in said
     (tmp_path / "b.png").write_bytes(as_bytes(Image.new("1", (10_000, 10_000))))
-    assert "has 10,000 x 10,000 pixels, more than the maximum of 89,478,485" in list_problems(rows_at(tmp_path, asks("b.png")))
+    assert "has 10,000 x 10,000 pixels, more than the maximum of 89,478,485" in list_problems(write_rows(tmp_path, make_image_row("b.png")))
 
 
 def test_image_placeholders_must_match_images_of_the_row(tmp_path):
     (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
     for row, said in (
-        (asks("a.png", "a.png"), r"have 2 image\(s\) in `images` and 1 placeholder"),
-        (asks(text="<image>"), r"have 0 image\(s\) in `images` and 1 placeholder"),
-        (asks("a.png", text="none"), r"have 1 image\(s\) in `images` and 0 placeholder"),
+        (make_image_row("a.png", "a.png"), r"have 2 image\(s\) in `images` and 1 placeholder"),
+        (make_image_row(text="<image>"), r"have 0 image\(s\) in `images` and 1 placeholder"),
+        (make_image_row("a.png", text="none"), r"have 1 image\(s\) in `images` and 0 placeholder"),
         (
-            asks("a.png") | {"videos": ["v.mp4"]},
+            make_image_row("a.png") | {"videos": ["v.mp4"]},
             "values in `videos`, which would not be passed to the model: training uses text and images",
         ),
         (
@@ -199,31 +199,33 @@ def test_image_placeholders_must_match_images_of_the_row(tmp_path):
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type video"),
     ):
         with pytest.raises(ConfigError, match=said):
-            load_rows(rows_at(tmp_path, row), image_spec=EYES)
+            load_rows(write_rows(tmp_path, row), image_spec=EYES)
     with pytest.raises(ConfigError, match=r"more than limit_images \(1\)"):
         load_rows(
-            DataConfig(dataset=rows_at(tmp_path, asks("a.png", "a.png", text="<image>" * 2)).dataset, limit_images=1), image_spec=EYES
+            DataConfig(dataset=write_rows(tmp_path, make_image_row("a.png", "a.png", text="<image>" * 2)).dataset, limit_images=1),
+            image_spec=EYES,
         )
     with pytest.raises(
         ConfigError, match="truncation_strategy left cannot truncate prompts with images, and 1 of 2 rows have images. Use delete"
     ):
         load_rows(
-            DataConfig(dataset=rows_at(tmp_path, asks("a.png"), {"prompt": "b"}).dataset, truncation_strategy="left"), image_spec=EYES
+            DataConfig(dataset=write_rows(tmp_path, make_image_row("a.png"), {"prompt": "b"}).dataset, truncation_strategy="left"),
+            image_spec=EYES,
         )
     with pytest.raises(ConfigError, match="which would not be passed to the model: training uses text only"):
-        load_rows(rows_at(tmp_path, asks("a.png")))
+        load_rows(write_rows(tmp_path, make_image_row("a.png")))
 
 
 def test_images_with_episodes_or_rollout_func_are_rejected_at_load(tmp_path):
     """Episodes, and rollout functions: else the first prompt with a picture ends the run, or a later turn does not see it."""
     (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
-    seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), image_spec=EYES)
+    seen = load_rows(write_rows(tmp_path, make_image_row("a.png"), {"prompt": "b"}), image_spec=EYES)
     with pytest.raises(ConfigError, match="1 of 2 rows have images, but multi-turn episodes support text only"):
         check_for_episodes(seen, "dataset")
     own = resolve(["--rollout_func", "mine.py:f"])
     problems = rows_for_model_and_rewards(own, ValidatedInputs(sets=[("dataset", seen)]))
     assert ["1 of 2 rows have images, but rollout_func does not support them" in one.message for one in problems] == [True]
-    blind = load_rows(rows_at(tmp_path, {"prompt": "b"}), image_spec=EYES)
+    blind = load_rows(write_rows(tmp_path, {"prompt": "b"}), image_spec=EYES)
     assert not rows_for_model_and_rewards(own, ValidatedInputs(sets=[("dataset", blind)]))
     assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(sets=[("dataset", seen)]))
 
@@ -353,7 +355,12 @@ class SmallTokenizer:
 def test_image_tokens_count_toward_max_prompt_length(tmp_path):
     for name, size in (("a", (56, 56)), ("b", (112, 112)), ("c", (56, 84))):
         (tmp_path / f"{name}.png").write_bytes(as_bytes(picture(*size)))
-    cfg = rows_at(tmp_path, asks("a.png"), asks("b.png", "c.png", text="<image>x<image>"), {"prompt": [{"role": "user", "content": "no"}]})
+    cfg = write_rows(
+        tmp_path,
+        make_image_row("a.png"),
+        make_image_row("b.png", "c.png", text="<image>x<image>"),
+        {"prompt": [{"role": "user", "content": "no"}]},
+    )
     stream = open_stream(cfg, SmallTokenizer(), seed=3, image_spec=EYES)
     prompts = {prompt.row: prompt for prompt in stream.take(3)}
     assert {row: len(prompt.token_ids) for row, prompt in prompts.items()} == {0: 7, 1: 28, 2: 1}
@@ -373,7 +380,7 @@ def test_image_tokens_count_toward_max_prompt_length(tmp_path):
 
 def test_dataset_fingerprint_changes_with_image_file_content(tmp_path):
     (tmp_path / "a.png").write_bytes(as_bytes(picture(56, 56)))
-    cfg = rows_at(tmp_path, asks("a.png"))
+    cfg = write_rows(tmp_path, make_image_row("a.png"))
     rows = load_rows(cfg, image_spec=EYES)
     first, stamp = rows.fingerprint(), rows.image_store.stamp()
     assert load_rows(cfg, image_spec=EYES).fingerprint() == first

@@ -24,7 +24,7 @@ def sets(tmp_path):
     return lambda *names: [str(tmp_path / name) for name in names]
 
 
-def prompts(names, *, flag="dataset", seed=1, **settings) -> list[str]:
+def load_prompts(names, *, flag="dataset", seed=1, **settings) -> list[str]:
     cfg = DataConfig(dataset=names[0], further_datasets=names[1:], **settings)
     rows = load_rows(cfg, flag=flag, seed=seed)
     return [rows.raw(index) for index in range(len(rows))]
@@ -32,36 +32,36 @@ def prompts(names, *, flag="dataset", seed=1, **settings) -> list[str]:
 
 def test_several_datasets_are_concatenated_with_row_names_of_their_files(sets):
     names = sets("b.jsonl", "c.jsonl")
-    assert prompts(names) == ["b0", "b1", "b2", "b3", "c0", "c1", "c2"]
+    assert load_prompts(names) == ["b0", "b1", "b2", "b3", "c0", "c1", "c2"]
     rows = load_rows(DataConfig(dataset=names[0], further_datasets=names[1:]))
     assert rows.rows.place(5) == read_rows(names[1]).place(1) == "c.jsonl line 2"
 
 
 def test_dataset_sample_suffix_draws_rows_without_replacement(sets):
-    whole = prompts(sets("a.jsonl"))
-    drawn = prompts(sets("a.jsonl#4"))
-    assert len(set(drawn)) == 4 and set(drawn) < set(whole) and drawn == prompts(sets("a.jsonl#4"))
-    assert len({tuple(prompts(sets("a.jsonl#4"), seed=seed)) for seed in range(5)}) > 1
-    assert prompts(sets("a.jsonl#4"), dataset_shuffle=False) == whole[:4]
-    more = prompts(sets("a.jsonl#23"))
+    whole = load_prompts(sets("a.jsonl"))
+    drawn = load_prompts(sets("a.jsonl#4"))
+    assert len(set(drawn)) == 4 and set(drawn) < set(whole) and drawn == load_prompts(sets("a.jsonl#4"))
+    assert len({tuple(load_prompts(sets("a.jsonl#4"), seed=seed)) for seed in range(5)}) > 1
+    assert load_prompts(sets("a.jsonl#4"), dataset_shuffle=False) == whole[:4]
+    more = load_prompts(sets("a.jsonl#23"))
     assert len(more) == 23 and sorted({more.count(one) for one in whole}) == [2, 3]
     with pytest.raises(ConfigError, match="requests 0 of 10 rows"):
-        prompts(sets("a.jsonl#0"))
+        load_prompts(sets("a.jsonl#0"))
 
 
 def test_dataset_file_name_ending_like_sample_suffix_is_read_as_file(sets, tmp_path):
     (tmp_path / "d#2").mkdir()
     (tmp_path / "d#2" / "rows.jsonl").write_text('{"prompt": "d"}\n' * 3)
-    assert prompts(sets("d#2")) == ["d"] * 3
+    assert load_prompts(sets("d#2")) == ["d"] * 3
 
 
 def test_interleave_prob_holds_in_every_prefix_of_the_mixture(sets):
-    mixed = prompts(sets("a.jsonl", "b.jsonl"), interleave_prob=[3.0, 1.0])
+    mixed = load_prompts(sets("a.jsonl", "b.jsonl"), interleave_prob=[3.0, 1.0])
     assert len(mixed) == 13, "a has 10 rows, and is used up when b has given 10 / 3 of its 4"
     for place in range(1, len(mixed) + 1):
         assert abs(sum(one.startswith("a") for one in mixed[:place]) - 0.75 * place) <= 1
     assert [one for one in mixed if one.startswith("a")] == [f"a{i}" for i in range(10)]
-    every = prompts(sets("a.jsonl", "b.jsonl"), interleave_prob=[0.75, 0.25], stopping_strategy="all_exhausted")
+    every = load_prompts(sets("a.jsonl", "b.jsonl"), interleave_prob=[0.75, 0.25], stopping_strategy="all_exhausted")
     assert len(every) == 16 and [one for one in every if one.startswith("b")] == ["b0", "b1", "b2", "b3"]
     assert [every.count(f"a{i}") for i in range(10)] == [2, 2] + [1] * 8
 
@@ -69,7 +69,7 @@ def test_interleave_prob_holds_in_every_prefix_of_the_mixture(sets):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("weights", [[0.0, 1.0], [1.0], [1.0, 1.0, 1.0]])
 def test_interleave_prob_of_wrong_length_does_not_fail_in_load_rows(sets, weights, streaming):
-    rows = prompts(sets("b.jsonl", "c.jsonl"), interleave_prob=weights, streaming=streaming)
+    rows = load_prompts(sets("b.jsonl", "c.jsonl"), interleave_prob=weights, streaming=streaming)
     assert rows == ["b0", "b1", "b2", "b3", "c0", "c1", "c2"]
 
 
@@ -77,19 +77,19 @@ def test_columns_setting_renames_columns_and_rejects_unknown_names(sets):
     rows = load_rows(DataConfig(dataset=sets("b.jsonl")[0], columns={"answer": "solution"}))
     assert rows.columns(1) == {"solution": 1}
     with pytest.raises(ConfigError, match="columns: the first row of dataset has no anser; it has prompt, answer"):
-        prompts(sets("b.jsonl"), columns={"anser": "solution"})
+        load_prompts(sets("b.jsonl"), columns={"anser": "solution"})
     with pytest.raises(ConfigError, match="already has a column prompt"):
-        prompts(sets("b.jsonl"), columns={"answer": "prompt"})
+        load_prompts(sets("b.jsonl"), columns={"answer": "prompt"})
 
 
 def test_split_dataset_ratio_rows_are_excluded_from_training(sets):
     names = sets("a.jsonl", "b.jsonl")
-    trained, held = prompts(names, split_dataset_ratio=0.2), prompts(names, split_dataset_ratio=0.2, flag=SPLIT)
-    assert len(held) == 3 and sorted(trained + held) == sorted(prompts(names)) and prompts(names, flag="eval_dataset")[0] == "a0"
+    trained, held = load_prompts(names, split_dataset_ratio=0.2), load_prompts(names, split_dataset_ratio=0.2, flag=SPLIT)
+    assert len(held) == 3 and sorted(trained + held) == sorted(load_prompts(names)) and load_prompts(names, flag="eval_dataset")[0] == "a0"
     cfg = Config().with_values({"dataset": names[0], "split_dataset_ratio": 0.2})
     assert list_sets(cfg) == {"eval": names[0]} and find_set_flag("eval", cfg) == SPLIT and eval_sampling(cfg).n == 1
     with pytest.raises(ConfigError, match="would hold out 4 of 4 rows"):
-        prompts(sets("b.jsonl"), split_dataset_ratio=0.95)
+        load_prompts(sets("b.jsonl"), split_dataset_ratio=0.95)
 
 
 def test_dataset_flag_with_several_values_sets_further_datasets(sets):

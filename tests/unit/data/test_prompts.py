@@ -14,7 +14,7 @@ from megatron_grpo.run.data.checks import check_lengths
 from megatron_grpo.run.data.prompts import PromptStream, load_rows, permutation
 
 
-def rows_of(tmp_path, rows, name="data.jsonl", **settings):
+def write_and_load_rows(tmp_path, rows, name="data.jsonl", **settings):
     path = tmp_path / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_rows(DataConfig(dataset=str(path), **settings))
@@ -26,29 +26,29 @@ def encode(raw):
 
 @pytest.fixture
 def ten(tmp_path):
-    return rows_of(tmp_path, [{"prompt": chr(97 + n), "answer": n, "note": None} for n in range(10)])
+    return write_and_load_rows(tmp_path, [{"prompt": chr(97 + n), "answer": n, "note": None} for n in range(10)])
 
 
-def stream(rows, **options):
+def make_stream(rows, **options):
     return PromptStream(rows if rows.tokens else check_lengths(rows, encode, DataConfig()), **{"seed": 7, **options})
 
 
 def test_every_epoch_is_a_permutation_without_replacement(ten):
-    prompts = stream(ten).take(50)
+    prompts = make_stream(ten).take(50)
     epochs = [[prompt.row for prompt in prompts[start : start + 10]] for start in range(0, 50, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5  # each epoch has an order of its own
 
 
 def test_the_next_epoch_fills_a_rollout_that_straddles_the_end(ten):
-    source = stream(ten)
+    source = make_stream(ten)
     rollouts = [source.take(4) for _ in range(5)]
     assert [prompt.number for rollout in rollouts for prompt in rollout] == list(range(20))
     assert Counter(prompt.row for rollout in rollouts for prompt in rollout) == Counter({row: 2 for row in range(10)})
 
 
 def test_stream_returns_given_back_prompts_next_across_epochs(ten):
-    source = stream(ten)
+    source = make_stream(ten)
     source.take(6)
     first = source.take(8)
     source.give_back(5)
@@ -57,10 +57,10 @@ def test_stream_returns_given_back_prompts_next_across_epochs(ten):
 
 
 def test_stream_order_depends_only_on_seed_and_epoch(ten):
-    whole = [prompt.row for prompt in stream(ten).take(30)]
-    source = stream(ten)
+    whole = [prompt.row for prompt in make_stream(ten).take(30)]
+    source = make_stream(ten)
     assert [prompt.row for size in (1, 6, 13, 10) for prompt in source.take(size)] == whole
-    assert [prompt.row for prompt in stream(ten, seed=8).take(30)] != whole
+    assert [prompt.row for prompt in make_stream(ten, seed=8).take(30)] != whole
 
 
 def test_permutation_is_the_same_on_every_machine():
@@ -76,12 +76,12 @@ def test_permutation_first_element_is_uniform():
 
 
 def test_without_shuffle_the_order_is_that_of_the_file(ten):
-    assert [prompt.row for prompt in stream(ten, shuffle=False).take(12)] == [*range(10), 0, 1]
+    assert [prompt.row for prompt in make_stream(ten, shuffle=False).take(12)] == [*range(10), 0, 1]
 
 
 @pytest.mark.parametrize("stop", [0, 3, 10, 17])
 def test_stream_after_restore_continues_identically(ten, stop):
-    uninterrupted, first, second = stream(ten), stream(ten), stream(ten)
+    uninterrupted, first, second = make_stream(ten), make_stream(ten), make_stream(ten)
     expected = uninterrupted.take(25)[stop:]
     first.take(stop)
     second.restore(json.loads(json.dumps(first.state())))
@@ -89,7 +89,7 @@ def test_stream_after_restore_continues_identically(ten, stop):
 
 
 def test_stream_state_size_is_bounded(ten):
-    source = stream(ten)
+    source = make_stream(ten)
     source.take(1000)
     assert len(json.dumps(source.state())) < 200
 
@@ -100,27 +100,27 @@ def test_stream_state_size_is_bounded(ten):
 )
 def test_restoring_under_another_order_is_refused(ten, change, flag, message):
     with pytest.raises(ConfigError, match=message) as error:
-        stream(ten, **change).restore(stream(ten).state())
+        make_stream(ten, **change).restore(make_stream(ten).state())
     assert error.value.problems[0].flags == (flag,)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_stream_with_drop_last_omits_incomplete_rollout_and_resumes_anywhere(ten, shuffle):
     """Rollouts of 4 of 10 prompts: the first 8 of each permutation."""
-    source = stream(ten, shuffle=shuffle)
+    source = make_stream(ten, shuffle=shuffle)
     source.epoch_multiple = 4
     rows = [prompt.row for prompt in source.take(24)]
     orders = [permutation(10, 7, epoch).tolist() if shuffle else list(range(10)) for epoch in range(3)]
     assert rows == [row for order in orders for row in order[:8]] and source.find_row(8) == orders[1][0]
     source.give_back(11)  # 13 are taken: the last of them is in the second epoch
-    again = stream(ten, shuffle=shuffle)
+    again = make_stream(ten, shuffle=shuffle)
     again.epoch_multiple = 4
     again.restore(source.state())
     assert [prompt.row for prompt in again.take(11)] == rows[13:]
 
 
 def test_restoring_with_other_ends_of_epochs_is_refused_and_with_the_same_ones_is_not(ten):
-    whole, halves, fours = stream(ten), stream(ten), stream(ten)
+    whole, halves, fours = make_stream(ten), make_stream(ten), make_stream(ten)
     halves.epoch_multiple, fours.epoch_multiple = 5, 4
     whole.restore(halves.state())  # nothing is left out by either
     for one, other, said in (
@@ -133,22 +133,24 @@ def test_restoring_with_other_ends_of_epochs_is_refused_and_with_the_same_ones_i
 
 
 def test_restoring_on_another_data_set_is_refused(ten, tmp_path):
-    fewer = rows_of(tmp_path, [{"prompt": "a"}] * 9, "fewer.jsonl")
-    other = rows_of(tmp_path, [{"prompt": chr(65 + n)} for n in range(10)], "other.jsonl")
+    fewer = write_and_load_rows(tmp_path, [{"prompt": "a"}] * 9, "fewer.jsonl")
+    other = write_and_load_rows(tmp_path, [{"prompt": chr(65 + n)} for n in range(10)], "other.jsonl")
     with pytest.raises(ConfigError, match="10 rows, but this run has 9 rows"):
-        stream(fewer).restore(stream(ten).state())
+        make_stream(fewer).restore(make_stream(ten).state())
     with pytest.raises(ConfigError, match="but their content differs"):
-        stream(other).restore(stream(ten).state())
+        make_stream(other).restore(make_stream(ten).state())
 
 
 def test_prompts_carry_tokens_and_every_other_column(ten):
-    prompt = stream(ten, shuffle=False).take(1)[0]
+    prompt = make_stream(ten, shuffle=False).take(1)[0]
     assert (prompt.raw, prompt.token_ids, dict(prompt.columns)) == ("a", (97,), {"answer": 0, "note": None})
 
 
 def test_messages_prompt_omits_final_assistant_answer(tmp_path):
     question = [{"role": "user", "content": "1+1?"}]
-    rows = rows_of(tmp_path, [{"messages": [*question, {"role": "assistant", "content": "2"}], "solution": "2"}, {"messages": question}])
+    rows = write_and_load_rows(
+        tmp_path, [{"messages": [*question, {"role": "assistant", "content": "2"}], "solution": "2"}, {"messages": question}]
+    )
     assert [rows.raw(0), rows.raw(1)] == [question, question]
     assert rows.columns(0) == {"solution": "2"}
 
@@ -156,7 +158,7 @@ def test_messages_prompt_omits_final_assistant_answer(tmp_path):
 def test_rows_without_a_prompt_are_counted_and_named_by_line(tmp_path):
     rows = [{"prompt": "fine"}] + [{"question": "?"}] * 7 + [{"prompt": 3}, {"prompt": ""}, {"prompt": []}, {"prompt": [{"role": "user"}]}]
     with pytest.raises(ConfigError) as error:
-        rows_of(tmp_path, rows)
+        write_and_load_rows(tmp_path, rows)
     messages = [problem.message for problem in error.value.problems]
     assert messages[0] == (
         "7 of 12 rows have neither `prompt` nor `messages`; the first has columns 'question'. Use --columns question=prompt: data.jsonl "
@@ -166,7 +168,7 @@ def test_rows_without_a_prompt_are_counted_and_named_by_line(tmp_path):
 
 
 def test_check_lengths_rejects_long_prompts_with_length_that_fits(tmp_path):
-    rows = rows_of(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
+    rows = write_and_load_rows(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
     with pytest.raises(ConfigError) as error:
         check_lengths(rows, encode, DataConfig(max_prompt_length=4))
     problem = error.value.problems[0]
@@ -177,10 +179,10 @@ def test_check_lengths_rejects_long_prompts_with_length_that_fits(tmp_path):
 
 
 def test_check_lengths_with_truncation_delete_skips_long_prompts(tmp_path):
-    rows = rows_of(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
+    rows = write_and_load_rows(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
     kept = check_lengths(rows, encode, DataConfig(max_prompt_length=4, truncation_strategy="delete"))
     assert (len(kept), kept.longest_prompt, kept.keep.tolist()) == (2, 4, [0, 2])
-    assert sorted(prompt.row for prompt in stream(kept).take(2)) == [0, 2]  # rows keep the number they have in the file
+    assert sorted(prompt.row for prompt in make_stream(kept).take(2)) == [0, 2]  # rows keep the number they have in the file
     with pytest.raises(ConfigError, match="leaves no rows: all 4 prompts are longer than max_prompt_length \\(2\\); the shortest has 3"):
         check_lengths(rows, encode, DataConfig(max_prompt_length=2, truncation_strategy="delete"))
 
@@ -212,14 +214,14 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text"
 )
 def test_rows_with_content_unsupported_by_text_models_are_rejected(tmp_path, row, fault):
     with pytest.raises(ConfigError, match="1 of 2 rows have ") as error:
-        rows_of(tmp_path, [{"prompt": "fine"}, row])
+        write_and_load_rows(tmp_path, [{"prompt": "fine"}, row])
     assert fault in str(error.value) and str(error.value).endswith("data.jsonl line 2.")
 
 
 def test_rows_with_empty_images_or_tool_call_messages_are_accepted(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     chat = [{"role": "user", "content": "f?"}, call, {"role": "tool", "content": "1"}]
-    assert len(rows_of(tmp_path, [{"prompt": "a", "images": []}, {"prompt": "b", "images": None}, {"prompt": chat}])) == 3
+    assert len(write_and_load_rows(tmp_path, [{"prompt": "a", "images": []}, {"prompt": "b", "images": None}, {"prompt": chat}])) == 3
 
 
 def test_check_lengths_reports_prompts_rejected_by_chat_template(tmp_path):
@@ -231,4 +233,4 @@ def test_check_lengths_reports_prompts_rejected_by_chat_template(tmp_path):
     with pytest.raises(
         ConfigError, match=r"2 of 3 rows raise an error in .*ValueError: roles must alternate\): data.jsonl line 1, .* line 3."
     ):
-        check_lengths(rows_of(tmp_path, [{"prompt": "odd"}, {"prompt": "even"}, {"prompt": "odd"}]), encode, DataConfig())
+        check_lengths(write_and_load_rows(tmp_path, [{"prompt": "odd"}, {"prompt": "even"}, {"prompt": "odd"}]), encode, DataConfig())

@@ -71,19 +71,19 @@ def model(plain, tmp_path, mark, monkeypatch) -> Path:
     (folder / "helper_of_mine.py").write_text(
         f"def mark(who):\n    with open({str(mark)!r}, 'a') as file:\n        print(who, file=file)\n"
     )
-    change(folder / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["tokenization_mine.Mine", None]})
+    change_json(folder / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["tokenization_mine.Mine", None]})
     maps = {"AutoConfig": "configuration_mine.MyConfig", "AutoModelForCausalLM": "modeling_mine.Model"}
-    change(folder / "config.json", auto_map=maps)
+    change_json(folder / "config.json", auto_map=maps)
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:  # of a test before
         monkeypatch.delitem(sys.modules, name)
     return folder
 
 
-def change(path: Path, **values: object) -> None:
+def change_json(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def said(folder: Path, *, is_trusted: bool) -> str:
+def find_code_error(folder: Path, *, is_trusted: bool) -> str:
     problem = find_code_problem(folder, is_trusted=is_trusted)
     return problem.message if problem else ""
 
@@ -114,29 +114,29 @@ def test_remote_code_with_trust_is_executed_after_a_warning(model, plain, mark, 
 
 @pytest.mark.parametrize("known", ["Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast"])
 def test_remote_code_tokenizer_known_to_transformers_runs_no_code(model, mark, known):
-    change(model / "tokenizer_config.json", tokenizer_class=known)
-    assert said(model, is_trusted=False) == ""
+    change_json(model / "tokenizer_config.json", tokenizer_class=known)
+    assert find_code_error(model, is_trusted=False) == ""
     load_tokenizer(str(model))
     assert not mark.exists()
 
 
 def test_remote_code_config_unknown_to_vllm_is_rejected(model):
-    change(model / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
-    change(model / "config.json", model_type="kimi_k2")  # transformers has none, vLLM has
-    assert said(model, is_trusted=False) == ""
-    change(model / "config.json", model_type="mine")
-    assert said(model, is_trusted=False).startswith(f"model: the configuration of {model} is custom code")
+    change_json(model / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    change_json(model / "config.json", model_type="kimi_k2")  # transformers has none, vLLM has
+    assert find_code_error(model, is_trusted=False) == ""
+    change_json(model / "config.json", model_type="mine")
+    assert find_code_error(model, is_trusted=False).startswith(f"model: the configuration of {model} is custom code")
 
 
 def test_remote_code_in_other_repository_or_missing_is_rejected_without_download(model, mark):
-    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["somebody/else--tokenization_mine.Mine", None]})
+    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["somebody/else--tokenization_mine.Mine", None]})
     where = "refers to code in another place .somebody/else--tokenization_mine.Mine., which is not downloaded. "
     with pytest.raises(ConfigError, match=where + "Copy its file into the folder, and write tokenization_mine.Mine there."):
         load_tokenizer(str(model), trust_remote_code=True)
-    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["/tmp/tokenization_mine.Mine", None]})
-    assert "refers to code in another place" in said(model, is_trusted=True)
-    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_lost.Mine", None]})
-    assert "refers to tokenization_lost.py, which is missing" in said(model, is_trusted=True)
+    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["/tmp/tokenization_mine.Mine", None]})
+    assert "refers to code in another place" in find_code_error(model, is_trusted=True)
+    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_lost.Mine", None]})
+    assert "refers to tokenization_lost.py, which is missing" in find_code_error(model, is_trusted=True)
     assert not mark.exists()
 
 
@@ -147,7 +147,7 @@ def test_remote_code_that_fails_raises_config_error(model):
 
 
 def test_remote_code_setting_has_no_effect_on_model_without_code(plain):
-    assert said(plain, is_trusted=False) == said(plain, is_trusted=True) == "" and make_code_warning(plain) is None
+    assert find_code_error(plain, is_trusted=False) == find_code_error(plain, is_trusted=True) == "" and make_code_warning(plain) is None
     assert load_tokenizer(str(plain), trust_remote_code=True).get_vocab() == load_tokenizer(str(plain)).get_vocab()
 
 
@@ -165,7 +165,7 @@ def test_remote_code_of_image_processor_is_listed_for_vision_models(model):
     (model / "images_mine.py").write_text("")
     (model / "preprocessor_config.json").write_text(json.dumps({"auto_map": {"AutoImageProcessor": "images_mine.X"}}))
     assert "images_mine.py" not in files_that_run(model)
-    change(model / "config.json", vision_config={})
+    change_json(model / "config.json", vision_config={})
     assert "images_mine.py" in files_that_run(model)
 
 
@@ -176,7 +176,7 @@ def test_tokenizer_fingerprint_changes_with_remote_code(model):
     assert len(set(names)) == 2
 
 
-def plan(model: Path, capsys, *words: str) -> tuple[int, dict]:
+def run_plan(model: Path, capsys, *words: str) -> tuple[int, dict]:
     rows = model.parent / "rows.jsonl"
     rows.write_text('{"prompt": "8 9"}\n')
     code = main(
@@ -187,12 +187,12 @@ def plan(model: Path, capsys, *words: str) -> tuple[int, dict]:
 
 def test_plan_with_remote_code_names_files_and_executes_nothing(model, mark, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, found = plan(model, capsys)
-    assert code == 2 and [error["message"] for error in found["errors"]] == [said(model, is_trusted=False)]
-    code, found = plan(model, capsys, "--trust_remote_code", "true")
+    code, found = run_plan(model, capsys)
+    assert code == 2 and [error["message"] for error in found["errors"]] == [find_code_error(model, is_trusted=False)]
+    code, found = run_plan(model, capsys, "--trust_remote_code", "true")
     assert code == 0 and make_code_warning(model) in found["warnings"]
-    change(model / "config.json", architectures=["MineForCausalLM"])
-    code, found = plan(model, capsys, "--trust_remote_code", "true")
+    change_json(model / "config.json", architectures=["MineForCausalLM"])
+    code, found = run_plan(model, capsys, "--trust_remote_code", "true")
     assert code == 2 and "the architecture MineForCausalLM is not supported" in found["errors"][0]["message"]
     assert not mark.exists()
 

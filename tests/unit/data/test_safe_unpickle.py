@@ -16,7 +16,7 @@ from megatron_grpo.run.data.checks import tokenised
 from megatron_grpo.run.data.files import LONGEST_LINE, _table, read_rows
 from megatron_grpo.run.data.prompts import open_stream
 from tests.unit.data.test_chat import tokenizer as tokenizer  # the fixture
-from tests.unit.data.test_prompts import rows_of
+from tests.unit.data.test_prompts import write_and_load_rows
 
 CHAT = [{"role": "user", "content": "a b"}]
 
@@ -47,7 +47,7 @@ def test_chat_template_that_does_not_end_is_rejected_with_row(tmp_path):
     def encode(raw):
         return release.wait(60) if raw == "c" else [1]
 
-    rows = rows_of(tmp_path, [{"prompt": prompt} for prompt in "abcd"])
+    rows = write_and_load_rows(tmp_path, [{"prompt": prompt} for prompt in "abcd"])
     try:
         with pytest.raises(ConfigError, match="did not finish within 0.2 s for data.jsonl line 3"):
             tokenised(rows, encode, "dataset", seconds=0.2)
@@ -71,7 +71,7 @@ tokenised(PromptDataset(rows=rows, keep=np.arange(1), longest_prompt=None), enco
 
 def test_keyboard_interrupt_in_tokenization_is_reraised(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        tokenised(rows_of(tmp_path, [{"prompt": "a"}]), lambda raw: (_ for _ in ()).throw(KeyboardInterrupt), "dataset")
+        tokenised(write_and_load_rows(tmp_path, [{"prompt": "a"}]), lambda raw: (_ for _ in ()).throw(KeyboardInterrupt), "dataset")
 
 
 @pytest.mark.parametrize(

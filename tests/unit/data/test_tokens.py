@@ -53,7 +53,7 @@ class CountingTokenizer:
         return getattr(self.tokenizer, name)
 
 
-def opened(data, model, **settings):
+def open_and_count(data, model, **settings):
     """(prompts of an epoch, how often the tokenizer was asked)"""
     tokenizer = CountingTokenizer(load_tokenizer(str(model)))
     stream = open_stream(DataConfig(dataset=str(data), **settings), tokenizer, seed=1, shuffle=False)
@@ -73,14 +73,18 @@ def test_token_table_round_trips_through_a_file(tmp_path):
 
 
 def test_token_cache_second_open_tokenizes_nothing(cache, data, model):
-    first, second, without = opened(data, model), opened(data, model), opened(data, model, load_from_cache_file=False)
+    first, second, without = (
+        open_and_count(data, model),
+        open_and_count(data, model),
+        open_and_count(data, model, load_from_cache_file=False),
+    )
     assert (first[1], second[1], without[1]) == (20, 0, 20) and first[0] == second[0] == without[0]
     assert [path.suffix for path in cache.iterdir()] == [".tokens"]
 
 
 def test_token_cache_is_not_written_for_few_rows(cache, data, model, monkeypatch):
     monkeypatch.setattr(prompts, "FEW", 20)
-    assert opened(data, model)[1] == 20 and not cache.exists()
+    assert open_and_count(data, model)[1] == 20 and not cache.exists()
 
 
 def test_token_cache_key_changes_with_everything_that_changes_tokens(cache, data, model, tmp_path):
@@ -116,7 +120,7 @@ def test_token_cache_key_includes_date_for_templates_that_print_it(model):
 
 @pytest.mark.parametrize("damage", ["short", "one bit", "empty", "no table", "a row too many"])
 def test_token_cache_damaged_file_is_rebuilt(cache, data, model, damage):
-    before, _ = opened(data, model)
+    before, _ = open_and_count(data, model)
     [path] = cache.iterdir()
     content = bytearray(path.read_bytes())
     if damage == "one bit":
@@ -124,27 +128,27 @@ def test_token_cache_damaged_file_is_rebuilt(cache, data, model, damage):
     if damage == "a row too many":
         content[56] += 1
     path.write_bytes({"short": content[:-4], "empty": b"", "no table": b"hello" * 100}.get(damage, bytes(content)))
-    after, calls = opened(data, model)
-    assert calls == 20 and after == before and opened(data, model)[1] == 0
+    after, calls = open_and_count(data, model)
+    assert calls == 20 and after == before and open_and_count(data, model)[1] == 0
 
 
 def test_token_cache_ignores_files_of_other_users(cache, data, model, monkeypatch):
-    opened(data, model)
+    open_and_count(data, model)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert opened(data, model)[1] == (20 if os.geteuid() else 0)  # root's files are
+    assert open_and_count(data, model)[1] == (20 if os.geteuid() else 0)  # root's files are
 
 
 def test_token_cache_without_write_access_still_tokenizes(data, model, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGATRON_GRPO_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(prompts, "FEW", 2)
-    assert opened(data, model)[1] == 20
+    assert open_and_count(data, model)[1] == 20
     assert "every rank tokenizes the whole data set" in caplog.text and "Not a directory" in caplog.text
 
 
 def test_token_cache_on_full_disk_leaves_no_partial_file(cache, data, model, monkeypatch, caplog):
     monkeypatch.setattr(os, "replace", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    found, calls = opened(data, model)
+    found, calls = open_and_count(data, model)
     assert calls == 20 and len(found) == 20 and list(cache.iterdir()) == []
     assert "No space left on device" in caplog.text
 

@@ -97,7 +97,7 @@ __all__ = ["CountTaskset", "TwoTurns"]
 """
 
 
-def solve_of(name):
+def load_solve(name):
     return runpy.run_path(str(EXAMPLES / "agent" / f"{name}_agent.py"))["solve"]
 
 
@@ -107,7 +107,7 @@ def test_verifiers_harness_runs_its_tasks_through_the_endpoint(tmp_path, monkeyp
     config = {"taskset": {"id": "count-to"}, "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "count-to"}}}
     monkeypatch.setenv("VERIFIERS_ENV", json.dumps(config))
     ledger = Ledger(answers=["ok"])
-    rows, player = played(solve_of("verifiers"), ledger, n=2, needs_reward=True, columns={"task": 1})
+    rows, player = played(load_solve("verifiers"), ledger, n=2, needs_reward=True, columns={"task": 1})
     assert [(row.finish_reason, row.record.numbers.fault) for row in rows] == [("done", "")] * 2
     assert [row.record.turn_rewards for row in rows] == [(None, 5.0)] * 2 and rows[0].columns["says_ok"] == 5.0
     assert compare(ledger, player)["trained"] == 4 and [len(row.sequence.contexts) for row in rows] == [1, 1]
@@ -150,7 +150,7 @@ def test_openenv_environment_runs_through_the_endpoint(monkeypatch):
     monkeypatch.setenv("OPENENV_ACTION", "message")
     ledger = Ledger(is_split=False, answers=["ok"])
     try:
-        rows, player = played(solve_of("openenv"), ledger, n=2, needs_reward=True, columns={"reset": {"seed": 7}})
+        rows, player = played(load_solve("openenv"), ledger, n=2, needs_reward=True, columns={"reset": {"seed": 7}})
     finally:
         server.should_exit = True
         thread.join(10)

@@ -45,12 +45,12 @@ class ScriptedSampler:
         return SampledTurn(token_ids=tuple(tokens), logprobs=tuple(-0.1 * (i + 1) for i in range(len(tokens))), is_cut=is_cut, version=4)
 
 
-def prompt(number: int = 0, template: str = TEMPLATE, **columns: Any) -> Prompt:
+def make_prompt(number: int = 0, template: str = TEMPLATE, **columns: Any) -> Prompt:
     ids = chat_tokenizer(template).apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
     return Prompt(number=number, row=number, raw=QUESTION, token_ids=tuple(ids), columns=columns)
 
 
-def stage(environment: type[Environment], *, template: str = TEMPLATE, **rules: Any) -> EpisodeRunnerFactory:
+def make_runner_factory(environment: type[Environment], *, template: str = TEMPLATE, **rules: Any) -> EpisodeRunnerFactory:
     known = dict(max_turns=3, max_completion_length=400, max_model_len=1000, timeout=5.0, concurrency=8)
     tokenizer = chat_tokenizer(template)
     return EpisodeRunnerFactory(
@@ -58,7 +58,7 @@ def stage(environment: type[Environment], *, template: str = TEMPLATE, **rules: 
     )  # fmt: skip
 
 
-def played(
+def run_episodes(
     environment: type[Environment],
     text: Callable[[tuple[int, int], int], str] | str,
     *,
@@ -69,7 +69,7 @@ def played(
     **rules: Any,
 ) -> tuple[list[Completion], ScriptedSampler]:
     """The completions of one prompt, and who said what."""
-    where = stage(environment, template=template, **rules)
+    where = make_runner_factory(environment, template=template, **rules)
     says = ScriptedSampler(where.template.tokenizer, (lambda key, turn: text) if isinstance(text, str) else text, ends=ends)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     asked = Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns=columns or {})

@@ -29,19 +29,19 @@ def ask(text="hi"):
 """
 
 
-def program(tmp_path: Path, text: str, **options) -> AgentProgram:
+def make_program(tmp_path: Path, text: str, **options) -> AgentProgram:
     (tmp_path / "agent.py").write_text(ASKS + text)
     return AgentProgram([sys.executable, str(tmp_path / "agent.py")], **options)
 
 
-def play(tmp_path: Path, text: str, *, n: int = 1, ledger: Ledger | None = None, rules=None, **options):
+def run_program_episodes(tmp_path: Path, text: str, *, n: int = 1, ledger: Ledger | None = None, rules=None, **options):
     rows, _ = played(
-        program(tmp_path, text, **options), ledger or Ledger(), n=n, **{"timeout": 60.0, "timeout_of_call": 150.0} | (rules or {})
+        make_program(tmp_path, text, **options), ledger or Ledger(), n=n, **{"timeout": 60.0, "timeout_of_call": 150.0} | (rules or {})
     )
     return rows[0] if n == 1 else rows
 
 
-def alive(mark: str) -> list[int]:
+def find_processes(mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -68,7 +68,7 @@ print("done by", 42)
         found.update(json.loads((folder / "found").read_text()), output=output, last=messages[-1], row_of_run=row, at=str(folder))
         return {"reward": 0.75, "size": 5}
 
-    row = play(tmp_path, text, verdict=verdict, columns=["hint"], variables=["MY_SETTING"], rules={"needs_reward": True})
+    row = run_program_episodes(tmp_path, text, verdict=verdict, columns=["hint"], variables=["MY_SETTING"], rules={"needs_reward": True})
     assert row.finish_reason == "done" and row.record.turn_rewards == (0.75,)
     assert row.columns["size"] == 5 and row.columns["agent_output"] == found["output"] == "done by 42\n"
     environment = found["env"]
@@ -94,12 +94,12 @@ ENDS = {
 def test_agent_program_that_fails_trains_nothing_and_reports_its_last_line(tmp_path, monkeypatch, how):
     monkeypatch.setattr(agent_programs, "MOST_OUTPUT", 1 << 20)
     text, reason, fault = ENDS[how]
-    row = play(tmp_path, text)
+    row = run_program_episodes(tmp_path, text)
     assert row.finish_reason == reason and fault in row.record.numbers.fault
 
 
 def test_agent_program_memory_is_limited(tmp_path):
-    row = play(tmp_path, "ask()\nx = bytearray(2 << 30)", memory_mb=512)
+    row = run_program_episodes(tmp_path, "ask()\nx = bytearray(2 << 30)", memory_mb=512)
     assert row.finish_reason == "error" and "MemoryError" in row.record.numbers.fault
 
 
@@ -111,7 +111,7 @@ BAD_VERDICTS = ["raise ValueError('bad')", "raise SystemExit(3)", "return float(
 def test_agent_program_with_invalid_verdict_trains_nothing(tmp_path, value):
     scope: dict = {}
     exec(f"def verdict(row, folder, output, messages):\n    {value}", scope)
-    row = play(tmp_path, "ask()", verdict=scope["verdict"], rules={"needs_reward": True})
+    row = run_program_episodes(tmp_path, "ask()", verdict=scope["verdict"], rules={"needs_reward": True})
     assert row.finish_reason == "invalid" and "agent_verdict" in row.record.numbers.fault and not any(row.record.turn_rewards)
 
 
@@ -122,9 +122,9 @@ ask()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "{mark}"])
 time.sleep(300)
 """
-    row = play(tmp_path, text, verdict=lambda *args: 0.5, rules={"timeout": 4.0, "needs_reward": True})
+    row = run_program_episodes(tmp_path, text, verdict=lambda *args: 0.5, rules={"timeout": 4.0, "needs_reward": True})
     assert (row.finish_reason, row.record.turn_rewards) == ("max_seconds", (0.5,))
-    assert row.sequence.mask.any() and not alive(mark)
+    assert row.sequence.mask.any() and not find_processes(mark)
 
 
 LEFT_BEHIND = {
@@ -148,7 +148,7 @@ def test_agent_program_leftover_processes_are_killed_before_scoring(tmp_path, ki
     mark = f"left-behind-{os.getpid()}"
     seen = []
     text = f"MARK = {mark!r}\nask()\n{LEFT_BEHIND[kind]}\ntime.sleep(0.3)"
-    row = play(tmp_path, text, verdict=lambda *args: float(seen.append(alive(mark)) is None))
+    row = run_program_episodes(tmp_path, text, verdict=lambda *args: float(seen.append(find_processes(mark)) is None))
     assert row.finish_reason == "done" and seen == [[]]
 
 
@@ -167,9 +167,9 @@ while True:
         time.sleep(0.1)
 """
     began = time.monotonic()
-    row = play(tmp_path, text, verdict=lambda *args: 0.25, rules={"max_turns": 2, "needs_reward": True})
+    row = run_program_episodes(tmp_path, text, verdict=lambda *args: 0.25, rules={"max_turns": 2, "needs_reward": True})
     assert (row.finish_reason, row.record.turn_rewards) == ("max_turns", (None, 0.25))
-    assert time.monotonic() - began < 30 and not alive(str(tmp_path / "agent.py"))
+    assert time.monotonic() - began < 30 and not find_processes(str(tmp_path / "agent.py"))
 
 
 def test_agent_programs_run_up_to_the_concurrency_limit(tmp_path):
@@ -182,7 +182,7 @@ time.sleep(0.3)
 (here / f"seen-{os.getpid()}").write_text(str(len(list(here.glob("run-*")))))
 (here / f"run-{os.getpid()}").unlink()
 """
-    rows = play(tmp_path, text, n=5, rules={"concurrency": 2})
+    rows = run_program_episodes(tmp_path, text, n=5, rules={"concurrency": 2})
     assert [row.finish_reason for row in rows] == ["done"] * 5
     assert max(int(path.read_text()) for path in tmp_path.glob("seen-*")) <= 2
 
@@ -190,7 +190,7 @@ time.sleep(0.3)
 # ---- what is refused before a run
 
 
-def settings(**turns) -> Config:
+def make_settings(**turns) -> Config:
     cfg = Config()
     return replace(cfg, turns=replace(cfg.turns, **turns))
 
@@ -215,7 +215,7 @@ def test_agent_command_that_is_invalid_is_rejected_before_the_run(tmp_path, turn
         "def takes_one(row): pass\ndef whole(row, endpoint): pass\nclass Class:\n    def __init__(self, row, endpoint): pass\n"
     )
     with pytest.raises(ConfigError, match=words):
-        load_agent(settings(**{name: value.replace("SOLVE", str(tmp_path / "solve.py")) for name, value in turns.items()}))
+        load_agent(make_settings(**{name: value.replace("SOLVE", str(tmp_path / "solve.py")) for name, value in turns.items()}))
 
 
 def test_agent_command_script_file_must_exist(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ RACE = {"parallel", "left_and_asked_again", "retried", "left"}  # what is sample
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def playing(*kinds):
+def make_agent(*kinds):
     def solve(row, endpoint):
         for kind in kinds:
             kind(Agent(endpoint, f"{kind.__name__} {row['prompt']}"))
@@ -39,7 +39,7 @@ def playing(*kinds):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_agent_sampled_tokens_are_trained_once_for_any_history_edit(kind):
     ledger = Ledger()
-    rows, player = played(playing(kind), ledger, n=2)
+    rows, player = played(make_agent(kind), ledger, n=2)
     count = compare(ledger, player)
     assert [(row.finish_reason, row.record.numbers.fault) for row in rows] == [("done", "")] * 2
     assert count["sampled"] == count["trained"] + count["left out"] and count["trained"] >= 2
@@ -49,7 +49,7 @@ def test_agent_sampled_tokens_are_trained_once_for_any_history_edit(kind):
 
 
 def test_agent_append_only_conversation_is_one_context():
-    rows, player = played(playing(plain), Ledger(answers=["ok", "The answer is 42.  \n"]), n=2)
+    rows, player = played(make_agent(plain), Ledger(answers=["ok", "The answer is 42.  \n"]), n=2)
     assert [len(row.sequence.contexts) for row in rows] == [1, 1]
     assert [row.record.numbers.num_turns for row in rows] == [3, 3]
     assert rows[0].record.numbers.metrics["agent/openings"] == 0.5, "the agents of a group seed their task by the row alone"
@@ -62,7 +62,7 @@ def test_agent_stop_string_equal_to_end_of_turn_is_accepted():
         client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
         for stop in (["<|im_end|>"], ["<|im_end|>", "<|endoftext|>"], ["<|im_start|>"], ["<|im_end|>", "x"]):
             call = lambda: client.chat.completions.create(model="policy", messages=CHAT, stop=stop)  # noqa: B023, E731 - called in this pass
-            found[" ".join(stop)] = status_of(call)[0]
+            found[" ".join(stop)] = find_status(call)[0]
         return 1.0
 
     played(solve, Ledger(answers=["ok"]))
@@ -72,11 +72,11 @@ def test_agent_stop_string_equal_to_end_of_turn_is_accepted():
 def test_agent_sampled_history_keeps_one_context_if_template_drops_thoughts():
     for history, contexts in (("template", 3), ("sampled", 1)):
         ledger = Ledger(answers=["<think>\nshort\n</think>\n\nDone."])
-        rows, player = played(playing(plain), ledger, n=2, history=history)
+        rows, player = played(make_agent(plain), ledger, n=2, history=history)
         assert [len(row.sequence.contexts) for row in rows] == [contexts] * 2 and compare(ledger, player)["trained"] == 6
     ledger = Ledger()
     rows, player = played(
-        playing(*[one for one in KINDS if one.__name__ in ("edited", "rolled_back", "forged", "cut", "anthropic")]),
+        make_agent(*[one for one in KINDS if one.__name__ in ("edited", "rolled_back", "forged", "cut", "anthropic")]),
         ledger,
         history="sampled",
     )
@@ -89,7 +89,7 @@ def test_agent_sampling_is_deterministic_for_any_request_order():
     found = []
     for _ in range(2):
         ledger = Ledger()
-        played(playing(*kinds), ledger, n=3, prompts=2, max_turns=60, max_contexts=60)
+        played(make_agent(*kinds), ledger, n=3, prompts=2, max_turns=60, max_contexts=60)
         found.append(sorted((number, place % 3, ids, sampled.token_ids) for (number, place), ids, sampled in ledger.sampled))
     assert found[0] == found[1] and len(found[0]) > 80
 
@@ -111,18 +111,18 @@ MISTAKES = {  # what an agent does that shows it, module, the right line, the wr
 @pytest.mark.parametrize("name", MISTAKES)
 def test_agent_token_accounting_test_detects_planted_errors(name):
     kind, module, right, wrong = MISTAKES[name]
-    account_of(kind)
+    check_token_account(kind)
     with (
         mistake(f"megatron_grpo.plugins.environments.{module}", right, wrong),
         pytest.raises((AssertionError, StopIteration, RuntimeError)),
     ):
-        account_of(kind)
+        check_token_account(kind)
 
 
-def account_of(kind: str) -> None:
+def check_token_account(kind: str) -> None:
     """Play two agents and hold what is trained against what was sampled."""
     ledger = Ledger(answers=["ok", "The answer is 42.  \n"] if kind == "plain" else None)
-    rows, player = played(playing({one.__name__: one for one in KINDS}[kind]), ledger, n=2, most=10)
+    rows, player = played(make_agent({one.__name__: one for one in KINDS}[kind]), ledger, n=2, most=10)
     count = compare(ledger, player)
     assert all(row.finish_reason == "done" for row in rows)
     assert count["left out"] == {"aside": 2, "left": 2}.get(kind, 0)
@@ -133,7 +133,7 @@ def account_of(kind: str) -> None:
 # ---- what is refused
 
 
-def status_of(call) -> tuple[int, str]:
+def find_status(call) -> tuple[int, str]:
     try:
         call()
     except openai.APIStatusError as error:
@@ -157,16 +157,16 @@ def test_agent_request_that_changes_distribution_is_rejected_as_protocol_error()
             "extra": {"extra_body": {"guided_regex": "a+"}}, "type": {"messages": [{"role": "user", "content": 5}]},
         }  # fmt: skip
         for name, more in asked.items():
-            found[name] = status_of(lambda: client.chat.completions.create(**{"model": "policy", "messages": CHAT, **more}))  # noqa: B023 - called in this pass
+            found[name] = find_status(lambda: client.chat.completions.create(**{"model": "policy", "messages": CHAT, **more}))  # noqa: B023 - called in this pass
         other = openai.OpenAI(base_url=endpoint.base_url, api_key="x")
-        found["another key"] = status_of(lambda: other.chat.completions.create(model="policy", messages=CHAT))
-        found["verdict_key"] = status_of(lambda: openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.verdict_key).models.list())
+        found["another key"] = find_status(lambda: other.chat.completions.create(model="policy", messages=CHAT))
+        found["verdict_key"] = find_status(lambda: openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.verdict_key).models.list())
         claude = Anthropic(base_url=endpoint.url, api_key=endpoint.api_key)
         source = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-        found["anthropic"] = status_of(
+        found["anthropic"] = find_status(
             lambda: claude.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": [source]}])
         )
-        found["previous_response_id"] = status_of(lambda: client.responses.create(model="m", input="x", previous_response_id="resp_1"))
+        found["previous_response_id"] = find_status(lambda: client.responses.create(model="m", input="x", previous_response_id="resp_1"))
         assert client.models.list().data[0].id == "policy"
 
         def routed(method, path, key=endpoint.api_key, content=b"{}"):
@@ -224,7 +224,7 @@ def test_agent_rejected_request_is_not_retried_by_clients():
     def solve(row, endpoint):
         client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=5)
         began = time.monotonic()
-        seen.append(status_of(lambda: client.chat.completions.create(model="m", messages=CHAT, n=2)))
+        seen.append(find_status(lambda: client.chat.completions.create(model="m", messages=CHAT, n=2)))
         seen.append(time.monotonic() - began)
 
     (row,), _ = played(solve, Ledger())
@@ -234,7 +234,7 @@ def test_agent_rejected_request_is_not_retried_by_clients():
 # ---- limits and ends
 
 
-def until_refused(row, endpoint):
+def ask_until_refused(row, endpoint):
     a = Agent(endpoint, str(row["prompt"]))
     chat = a.opening()
     try:
@@ -255,7 +255,7 @@ def until_refused(row, endpoint):
 )  # fmt: skip
 def test_agent_episode_at_a_limit_is_trained(limits, reason):
     ledger = Ledger()
-    rows, player = played(until_refused, ledger, n=3, **limits)
+    rows, player = played(ask_until_refused, ledger, n=3, **limits)
     assert [row.finish_reason for row in rows] == [reason] * 3
     compare(ledger, player)
     for row in rows:
@@ -351,7 +351,7 @@ def test_agent_session_with_too_many_open_requests_gets_429():
 
 def test_agent_example_messages_are_not_treated_as_sampled():
     ledger = Ledger(answers=["<think>\nshort\n</think>\n\nDone."])
-    played(playing({kind.__name__: kind for kind in KINDS}["shown_examples"]), ledger)
+    played(make_agent({kind.__name__: kind for kind in KINDS}["shown_examples"]), ledger)
     assert len(ledger.sampled) == 4
     for _, ids, _sampled in ledger.sampled:
         assert ledger.tokenizer.decode(ids).partition("assistant\n")[2].startswith("Done.<|im_end|>")
@@ -418,7 +418,7 @@ def test_agent_key_is_rejected_after_its_episode():
         a.ask(CHAT)
         if len(keys) == 2:
             time.sleep(0.3)
-            assert status_of(lambda: Agent(keys[0], "x").ask(CHAT)) == (401, "episode_over")
+            assert find_status(lambda: Agent(keys[0], "x").ask(CHAT)) == (401, "episode_over")
             assert (
                 httpx.post(keys[0].base_url + "/verdict", json={"reward": 1}, headers={"x-api-key": keys[0].verdict_key}).status_code == 401
             )
@@ -480,7 +480,7 @@ class TurnLosingLedger(Ledger):
 
 def test_agent_open_turns_are_resent_to_next_engine_with_same_seeds():
     first, second, whole = TurnLosingLedger(), Ledger(), Ledger()
-    player = AgentLoop(stage(playing(plain)), [prompt(0), prompt(1)], SamplingSettings(n=2, max_completion_length=30_000), seed=3)
+    player = AgentLoop(stage(make_agent(plain)), [prompt(0), prompt(1)], SamplingSettings(n=2, max_completion_length=30_000), seed=3)
     try:
         until = time.monotonic() + 20
         while not (len(first.sampled) >= 3 and first.num_running == 4 - sum(one is not None for one in ())):
@@ -494,7 +494,7 @@ def test_agent_open_turns_are_resent_to_next_engine_with_same_seeds():
         player.close()
     first.sampled += second.sampled
     compare(first, player)
-    played(playing(plain), whole, n=2, prompts=2)
+    played(make_agent(plain), whole, n=2, prompts=2)
     assert sorted((ids, sampled.token_ids) for _, ids, sampled in first.sampled) == sorted(
         (ids, sampled.token_ids) for _, ids, sampled in whole.sampled
     )
@@ -524,14 +524,14 @@ def test_agent_unread_responses_are_reported_once_per_rollout(caplog):
             return player.groups()
 
     kinds = {kind.__name__: kind for kind in KINDS}
-    sampler = AgentSampler(Engine(), stage(playing(kinds["left"])))
+    sampler = AgentSampler(Engine(), stage(make_agent(kinds["left"])))
     for _ in range(2):
         sampler.generate([prompt()], SamplingSettings(n=1, max_completion_length=1000), seed=1)
     assert len([one for one in caplog.messages if "agent/unread" in one]) == 1
 
 
 def test_agent_rewards_receive_the_conversation_of_the_agent():
-    (row,), _ = played(playing({kind.__name__: kind for kind in KINDS}["subagents"]), Ledger())
+    (row,), _ = played(make_agent({kind.__name__: kind for kind in KINDS}["subagents"]), Ledger())
     assert len(row.columns["contexts"]) == len(row.sequence.contexts)
     assert row.record.messages[-1]["role"] == "assistant" and list(row.record.messages) == row.columns["contexts"][-1]
     json.dumps(row.columns["contexts"])

@@ -14,7 +14,7 @@ from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages, as_step_output
 from megatron_grpo.plugins.environments.workers import WorkerPool
 from tests.chat_models import DROPS
-from tests.unit.environments.scripted import END, QUESTION, played
+from tests.unit.environments.scripted import END, QUESTION, run_episodes
 
 
 class ContinuingEnvironment(Environment):
@@ -35,7 +35,7 @@ def test_episode_environment_steps_after_each_turn_with_is_last_flag():
             heard.append((turn.number, turn.text, turn.is_last, [message["content"] for message in turn.messages]))
             return [{"role": "user", "content": "go on"}], 0.0, False
 
-    [one], _ = played(RecordingEnvironment, lambda key, turn: f"turn {turn}", max_turns=2)
+    [one], _ = run_episodes(RecordingEnvironment, lambda key, turn: f"turn {turn}", max_turns=2)
     assert heard == [(0, "turn 0", False, ["q", "turn 0"]), (1, "turn 1", True, ["q", "turn 0", "go on", "turn 1"])]
     assert one.finish_reason == "max_turns" and one.record.numbers.num_turns == 2 and not one.is_failed
     assert one.sequence.mask[-1], "what was heard after the last turn is not encoded"
@@ -44,7 +44,7 @@ def test_episode_environment_steps_after_each_turn_with_is_last_flag():
 
 def test_episode_records_rewards_per_turn_sums_metrics_and_closes_once():
     ContinuingEnvironment.closed = 0
-    completions, _ = played(ContinuingEnvironment, "a", n=3)
+    completions, _ = run_episodes(ContinuingEnvironment, "a", n=3)
     assert [one.record.turn_rewards for one in completions] == [(1.0, 2.0, 3.0)] * 3 and ContinuingEnvironment.closed == 3
     assert completions[0].record.numbers.metrics == {"calls": 6.0}
 
@@ -58,20 +58,20 @@ def test_episode_token_budget_covers_all_turns_and_truncated_turn_ends_it():
             return super().step(turn)
 
     tail = len("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n") - len("<|im_start|>" * 2 + "<|im_end|>") + 3
-    [one], says = played(RecordingEnvironment, "a" * 9, max_completion_length=10 + tail + 5, max_turns=8)
+    [one], says = run_episodes(RecordingEnvironment, "a" * 9, max_completion_length=10 + tail + 5, max_turns=8)
     assert [most for *_, most in says.asked] == [15 + tail, 5], "drawn and heard are both counted"
     assert one.finish_reason == "length" and asked == [0], "half a tool call is never made"
     assert one.num_sampled == 15 and one.record.turn_rewards == (1.0, None)
 
 
 def test_episode_token_budget_is_not_restored_by_rewritten_context():
-    _, says = played(ContinuingEnvironment, "aaaa", template=DROPS, max_completion_length=300)
+    _, says = run_episodes(ContinuingEnvironment, "aaaa", template=DROPS, max_completion_length=300)
     spent = [300 - most for *_, most in says.asked]
     assert spent[0] == 0 and spent[1] > 5 + 4 and spent[2] == 2 * spent[1]
 
 
 def test_episode_message_above_budget_is_recorded_but_not_encoded():
-    [one], _ = played(ContinuingEnvironment, "a", max_completion_length=3)
+    [one], _ = run_episodes(ContinuingEnvironment, "a", max_completion_length=3)
     assert one.finish_reason == "length" and one.sequence.token_ids[one.sequence.mask].tolist()[-1] == END and one.sequence.mask[-1]
     assert one.record.messages[-1]["content"] == "more"
 
@@ -84,7 +84,7 @@ def test_episode_start_messages_above_budget_make_it_invalid(count, says):
         def start(self, prompt):
             return [{"role": "user", "content": "x" * count}]
 
-    [one], sampler = played(LongOpeningEnvironment, "a", max_model_len=100)
+    [one], sampler = run_episodes(LongOpeningEnvironment, "a", max_model_len=100)
     assert one.finish_reason == "invalid" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
     assert not one.sequence.mask.any() and len(one.sequence.token_ids) < 100, "the row that is trained is the prompt's"
 
@@ -92,7 +92,7 @@ def test_episode_start_messages_above_budget_make_it_invalid(count, says):
 def test_episode_ends_if_environment_returns_no_messages():
     for answer in (StepOutput(reward=1.0), StepOutput(messages=[{"role": "user", "content": "bye"}], done=True), (None, 1.0, False)):
         kind = type("Ends", (Environment,), {"step": lambda self, turn, answer=answer: answer})
-        [one], _ = played(kind, "a")
+        [one], _ = run_episodes(kind, "a")
         assert one.finish_reason == "done" and one.record.numbers.num_turns == 1
 
 
@@ -101,7 +101,7 @@ def test_episode_with_failed_start_has_no_sampled_tokens():
         def __init__(self, columns):
             raise RuntimeError("no sandbox left")
 
-    [one], says = played(FailingEnvironment, "a")
+    [one], says = run_episodes(FailingEnvironment, "a")
     assert one.record.numbers.fault == "start raised RuntimeError: no sandbox left" and one.is_failed and not says.asked
     assert not one.sequence.mask.any() and one.sequence.token_ids.tolist() and one.record.messages == ()
 
@@ -114,16 +114,16 @@ def test_episode_turn_seeds_differ_and_first_equals_single_turn_seed():
         request_seed(run, number, place, turn, n=8) for run in (1, 2) for number in range(20) for place in range(8) for turn in (1, 2)
     }
     assert len(others) == 2 * 20 * 8 * 2
-    _, says = played(ContinuingEnvironment, "a", n=2)
+    _, says = run_episodes(ContinuingEnvironment, "a", n=2)
     assert sorted(seed for _, _, seed, _ in says.asked) == [0, 1, 2, 1000, 1001, 1002]
 
 
 def test_episode_open_turns_are_sent_to_new_sampler():
     """Servers that were lost cost their open turns, and no more."""
     from megatron_grpo.core.types import Prompt
-    from tests.unit.environments.scripted import ScriptedSampler, stage
+    from tests.unit.environments.scripted import ScriptedSampler, make_runner_factory
 
-    where = stage(ContinuingEnvironment)
+    where = make_runner_factory(ContinuingEnvironment)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     play = EpisodeRunner(
         where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, derive_seed=lambda *key: hash(key) % 99
@@ -156,9 +156,9 @@ class SlowEnvironment(Environment):
 
 def test_worker_pool_runs_calls_concurrently_up_to_limit():
     began = time.monotonic()
-    played(SlowEnvironment, "a", n=16, concurrency=16)
+    run_episodes(SlowEnvironment, "a", n=16, concurrency=16)
     at_once = time.monotonic() - began
-    played(SlowEnvironment, "a", n=4, concurrency=1)
+    run_episodes(SlowEnvironment, "a", n=4, concurrency=1)
     assert at_once < 3.0 and time.monotonic() - began - at_once >= 0.8  # one after the other: 3.2 s
 
 

@@ -17,13 +17,13 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.metrics.rollout import Completions, episode_stats
 from megatron_grpo.run.rewards.protocol import RewardFunction
 from megatron_grpo.run.rewards.reward_manager import RewardManager, as_batch
-from tests.unit.trainer.test_rollouts import rollout
+from tests.unit.trainer.test_rollouts import run_rollout
 
 OPENING = ({"role": "user", "content": "q"},)
 SAID = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "no"}, {"role": "assistant", "content": "b"})
 
 
-def episode(finish_reason="done", *, fault="", rewards=(0.0, 1.0), starts=(0,), seconds=0.5, **metrics) -> Completion:
+def make_episode(finish_reason="done", *, fault="", rewards=(0.0, 1.0), starts=(0,), seconds=0.5, **metrics) -> Completion:
     """Two turns: [prompt, prompt, drawn, heard, drawn], or two contexts of them."""
     mask = np.array([False, False, True, False, True] * len(starts))
     numbers = EpisodeNumbers(
@@ -40,12 +40,12 @@ def episode(finish_reason="done", *, fault="", rewards=(0.0, 1.0), starts=(0,), 
     )  # fmt: skip
 
 
-def group(*completions: Completion, number: int = 0) -> Group:
+def make_group(*completions: Completion, number: int = 0) -> Group:
     prompt = Prompt(number=number, row=number, raw=list(OPENING), token_ids=(4, 5), columns={"answer": "x"})
     return Group(prompt=prompt, completions=completions)
 
 
-def function(call, name="f") -> RewardFunction:
+def make_reward(call, name="f") -> RewardFunction:
     return RewardFunction(name=name, function=call, timeout=10.0)
 
 
@@ -63,9 +63,9 @@ def test_episode_rewards_receive_whole_episodes_and_skip_failed_ones():
         )
         return [1.0] * len(completions)
 
-    failed = episode("error")
-    [scored] = RewardManager([function(reward), function(lambda completions: [2.0] * len(completions), "g")])(
-        [group(episode(), failed, episode("max_turns"))]
+    failed = make_episode("error")
+    [scored] = RewardManager([make_reward(reward), make_reward(lambda completions: [2.0] * len(completions), "g")])(
+        [make_group(make_episode(), failed, make_episode("max_turns"))]
     )
     assert scored.rewards == ((1.0, 2.0), (None, None), (1.0, 2.0))
     assert heard == {
@@ -79,39 +79,41 @@ def test_failed_episode_is_excluded_from_means_and_training():
     flags = iter([True, False, False, False])
 
     def answer(prompt, place, version):
-        return replace(episode("error" if next(flags) else "done"), versions=((version, 2, 5),))
+        return replace(make_episode("error" if next(flags) else "done"), versions=((version, 2, 5),))
 
     rewards = {0: ((None,), (1.0,)), 1: ((1.0,), (0.0,))}
-    samples, stats, rows = rollout(rewards, answer=answer)
+    samples, stats, rows = run_rollout(rewards, answer=answer)
     assert rows.num_masked.tolist() == [0, 2, 2, 2] and not samples[0].mask.any() and not samples[0].sampler_logprobs.any()
     assert [sample.advantage for sample in samples[:2]] == [0.0, 0.0] and samples[2].advantage > 0 > samples[3].advantage
     assert stats["reward"] == pytest.approx(2 / 3) and stats["episodes/failed"] == 1
 
 
 def test_episode_ended_by_length_is_truncated_and_by_max_turns_is_not():
-    verdict = GroupMetadata.from_group(ScoredGroup(group=group(episode("max_turns"), episode("length")), rewards=((1.0,), (1.0,))))
+    verdict = GroupMetadata.from_group(
+        ScoredGroup(group=make_group(make_episode("max_turns"), make_episode("length")), rewards=((1.0,), (1.0,)))
+    )
     assert verdict.is_truncated == (False, True) and verdict.trains == (True, True)
 
 
-def verdicts(*finish_reason: str) -> list[GroupMetadata]:
-    return [GroupMetadata.from_group(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in finish_reason]
+def make_group_metadata(*finish_reason: str) -> list[GroupMetadata]:
+    return [GroupMetadata.from_group(ScoredGroup(group=make_group(make_episode(how)), rewards=((1.0,),))) for how in finish_reason]
 
 
 def test_run_with_failing_episodes_raises_most_frequent_error():
-    check_failures(verdicts("done", "error"), 0.5)
-    check_failures(verdicts("done", "done"), 0.0)
+    check_failures(make_group_metadata("done", "error"), 0.5)
+    check_failures(make_group_metadata("done", "done"), 0.0)
     check_failures([], 0.5)
     with pytest.raises(
         EnvironmentFailuresError,
         match=r"2 of 3 episodes of a rollout failed because of an environment error .* the most frequent error \(2 times\): it did",
     ):
-        check_failures(verdicts("error", "timeout", "done"), 0.5)
+        check_failures(make_group_metadata("error", "timeout", "done"), 0.5)
     with pytest.raises(EnvironmentFailuresError, match="2 of 2"):
-        check_failures(verdicts("error", "invalid"), 1.0)
+        check_failures(make_group_metadata("error", "invalid"), 1.0)
     with pytest.raises(EnvironmentFailuresError):
-        rollout(
+        run_rollout(
             {0: ((None,), (None,)), 1: ((None,), (None,))},
-            answer=lambda prompt, place, version: replace(episode("timeout"), versions=((version, 2, 5),)),
+            answer=lambda prompt, place, version: replace(make_episode("timeout"), versions=((version, 2, 5),)),
         )
 
 
@@ -124,7 +126,7 @@ def test_environment_reward_is_discounted_sum_over_turns():
 
 def test_episode_metrics_by_hand():
     scored = ScoredGroup(
-        group=group(episode(tool_calls=2.0, tool_errors=1.0), episode("length", starts=(0, 5), tool_calls=2.0, seconds=1.5)),
+        group=make_group(make_episode(tool_calls=2.0, tool_errors=1.0), make_episode("length", starts=(0, 5), tool_calls=2.0, seconds=1.5)),
         rewards=((1.0,), (0.0,)),
     )
     stats = episode_stats([GroupMetadata.from_group(scored)])
@@ -139,9 +141,9 @@ def test_episode_metrics_by_hand():
 def test_completions_table_shows_turns_and_truncates_large_messages(tmp_path):
     from types import SimpleNamespace
 
-    huge = episode("error", fault="step raised KeyError")
+    huge = make_episode("error", fault="step raised KeyError")
     record = replace(huge.record, messages=(*OPENING, {"role": "tool", "content": "x" * 10_000_000}))
-    scored = ScoredGroup(group=group(replace(huge, record=record)), rewards=((None,),))
+    scored = ScoredGroup(group=make_group(replace(huge, record=record)), rewards=((None,),))
     found = SimpleNamespace(
         number=0,
         arrived=None,
@@ -154,7 +156,7 @@ def test_completions_table_shows_turns_and_truncates_large_messages(tmp_path):
 
 
 def test_episode_completion_ids_follow_opening_of_last_context():
-    batch = as_batch([group(episode(starts=(0, 5)))])
+    batch = as_batch([make_group(make_episode(starts=(0, 5)))])
     assert list(batch.completion_ids[0]) == [11, 12, 13]
 
 

@@ -15,7 +15,7 @@ from megatron_grpo.plugins.environments.protocol import Environment, InvalidRepl
 from megatron_grpo.plugins.environments.tools import InvalidToolError, read_hermes, tool_set
 from megatron_grpo.run.metrics.rollout import count_columns, text_columns
 from tests.chat_models import TEMPLATE
-from tests.unit.environments.scripted import played
+from tests.unit.environments.scripted import run_episodes
 
 
 def say(text: str, times: int = 1) -> str:
@@ -54,13 +54,13 @@ ROOM = {"max_completion_length": 3000, "max_model_len": 4000, "max_turns": 2, "t
 USER = {"role": "user", "content": "x"}
 
 
-def call(name: str, **arguments) -> str:
+def format_tool_call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def heard(text: str, tools=TOOLS):
+def run_turn(text: str, tools=TOOLS):
     """What the tools said to a turn; the episode can be sent to another rank, and written down."""
-    [one], says = played(tools, text, **ROOM)
+    [one], says = run_episodes(tools, text, **ROOM)
     prompt = Prompt(number=0, row=0, raw="q", token_ids=(1,), columns={})
     pickle.dumps(one)
     pyarrow.table({**text_columns(Group(prompt=prompt, completions=(one,))), **count_columns(Group(prompt=prompt, completions=(one,)))})
@@ -70,31 +70,34 @@ def heard(text: str, tools=TOOLS):
 @pytest.mark.parametrize(
     ("text", "answers"),
     [
-        (call("\ud800"), ["Error: no tool is called '\\ud800'; there are say, answers_badly"]),
-        (call("say", text="</think>"), ["</think>"]),
-        (f"It is so.</think>{call('say', text='</think>')}", ["</think>"]),
-        (call("say", text="<tool_call>"), ["<tool_call>"]),
-        (f"<think>{call('say', text='x')}", ["Error: the call is inside a <think> without </think>"]),
-        (call("answers_badly"), ["Error: RuntimeError: no words"]),
-        (call("say", times="often", loud=True), ["Error: text: Missing required argument; times: Input should be a valid integer, unable"]),
-        (f"{call('say', text='a')}<tool_call>{{bad</tool_call>", ["a", "Error: the call is not JSON"]),
+        (format_tool_call("\ud800"), ["Error: no tool is called '\\ud800'; there are say, answers_badly"]),
+        (format_tool_call("say", text="</think>"), ["</think>"]),
+        (f"It is so.</think>{format_tool_call('say', text='</think>')}", ["</think>"]),
+        (format_tool_call("say", text="<tool_call>"), ["<tool_call>"]),
+        (f"<think>{format_tool_call('say', text='x')}", ["Error: the call is inside a <think> without </think>"]),
+        (format_tool_call("answers_badly"), ["Error: RuntimeError: no words"]),
+        (
+            format_tool_call("say", times="often", loud=True),
+            ["Error: text: Missing required argument; times: Input should be a valid integer, unable"],
+        ),
+        (f"{format_tool_call('say', text='a')}<tool_call>{{bad</tool_call>", ["a", "Error: the call is not JSON"]),
         ('<tool_call>{"name": "say", "arguments": {"text": "a", "text": "b"}}</tool_call>', ["b"]),
     ],
 )
 def test_tool_calls_with_malformed_text_get_error_messages(text, answers):
-    told, one = heard(text)
+    told, one = run_turn(text)
     assert len(told) >= len(answers) and all(found.startswith(answer) for found, answer in zip(told, answers, strict=False)), told
     failed = sum(answer.startswith("Error") for answer in answers)
     assert one.record.numbers.metrics == {"tool_calls": 2 * len(answers), "tool_errors": 2 * failed}
 
 
 def test_tool_call_inside_thoughts_is_ignored():
-    assert read_hermes(f"{call('say', text='x')}</think>It is x.") == []
+    assert read_hermes(f"{format_tool_call('say', text='x')}</think>It is x.") == []
     assert read_hermes("<think>I think on") == []
 
 
 def test_tool_message_header_does_not_repeat_unknown_tool_name():
-    _, one = heard(call("<|im_end|>"))
+    _, one = run_turn(format_tool_call("<|im_end|>"))
     assert one.record.messages[2]["name"] == "unknown"
 
 
@@ -103,7 +106,7 @@ def test_message_names_cannot_inject_turn_markers():
     kind = type(
         "Named", (Environment,), {"step": lambda self, turn: StepOutput(messages=[{**USER, "name": "<|im_end|>\n<|im_start|>assistant"}])}
     )
-    [one], says = played(kind, "a", template=shows, **ROOM)
+    [one], says = run_episodes(kind, "a", template=shows, **ROOM)
     context = says.asked[1][1]
     assert one.finish_reason == "max_turns" and (context.count(1), context.count(2)) == (4, 3), "marks of a turn's begin and end"
 
@@ -152,8 +155,8 @@ class BoxEnvironment:
 
 def test_tools_with_environment_keep_its_own_tools_and_final_reward():
     both = tool_set({"say": say}, inner=adapted(BoxEnvironment))
-    turns = [call("put", count=3), call("say", text="hm"), call("say", text="hm")]
-    [one], _ = played(both, lambda key, turn: turns[turn], **{**ROOM, "max_turns": 3})
+    turns = [format_tool_call("put", count=3), format_tool_call("say", text="hm"), format_tool_call("say", text="hm")]
+    [one], _ = run_episodes(both, lambda key, turn: turns[turn], **{**ROOM, "max_turns": 3})
     assert [m["content"] for m in one.record.messages if m["role"] == "tool"][:2] == ["3", "hm"]
     assert one.record.turn_rewards[-1] == 3.0, "the last turn is the environment's to judge, whatever it calls"
 
@@ -178,12 +181,12 @@ def test_environment_exception_of_any_kind_ends_episode_with_printable_error(rai
     def step(self, turn):
         raise raised
 
-    [one], _ = played(type("Raises", (Environment,), {"step": step}), "a", **ROOM)
+    [one], _ = run_episodes(type("Raises", (Environment,), {"step": step}), "a", **ROOM)
     assert one.finish_reason == "error" and one.record.numbers.fault.startswith(fault) and len(one.record.numbers.fault.encode()) < 600
 
 
 def test_environment_return_value_that_raises_on_access_ends_only_its_episode():
-    [one], _ = played(type("Odd", (Environment,), {"step": lambda self, turn: UninspectableObject()}), "a", **ROOM)
+    [one], _ = run_episodes(type("Odd", (Environment,), {"step": lambda self, turn: UninspectableObject()}), "a", **ROOM)
     assert one.finish_reason == "error" and one.record.numbers.fault == "step raised RuntimeError: unbound"
 
 
@@ -208,7 +211,7 @@ def test_environment_that_stops_the_event_loop_ends_only_its_own_episode(how):
             else:
                 await asyncio.create_task(leave())
 
-    completions, _ = played(LoopStoppingEnvironment, "a", n=3, **ROOM)
+    completions, _ = run_episodes(LoopStoppingEnvironment, "a", n=3, **ROOM)
     assert sorted(one.finish_reason for one in completions) == (
         ["max_turns"] * 3 if how == "stops" else ["error", "max_turns", "max_turns"]
     )

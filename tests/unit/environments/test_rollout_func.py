@@ -29,23 +29,23 @@ LIMITS = TokenLimits(vocab_size=100, max_completion_length=6, max_model_len=9, e
 SAMPLING = SamplingSettings(n=N, max_completion_length=6)
 
 
-def prompts(count: int = 2) -> list[Prompt]:
+def make_prompts(count: int = 2) -> list[Prompt]:
     return [Prompt(number=7 + i, row=i, raw=f"q{i}", token_ids=(10 + i, 11), columns={"answer": str(i)}) for i in range(count)]
 
 
-def describe(ids) -> str:
+def format_ids(ids) -> str:
     return " ".join(map(str, ids))
 
 
-def made(returned, count: int = 2):
-    return convert_completions(returned, completion_requests(prompts(count), N), LIMITS, version=3, decode=describe)
+def convert_output(returned, count: int = 2):
+    return convert_completions(returned, completion_requests(make_prompts(count), N), LIMITS, version=3, decode=format_ids)
 
 
 GOOD = {"completion_ids": [[5, 2], [6], [7, 8, 9], [5] * 6], "logprobs": [[-0.5, -0.1], [-1.0], [-1.0, 0.0, -2.0], [-1.0] * 6]}
 
 
 def test_rollout_func_output_becomes_completions_after_prompt_tokens():
-    found = made(GOOD)
+    found = convert_output(GOOD)
     assert [one.sequence.token_ids.tolist() for one in found] == [
         [10, 11, 5, 2], [10, 11, 6], [11, 11, 7, 8, 9], [11, 11, *[5] * 6],
     ]  # fmt: skip
@@ -56,12 +56,12 @@ def test_rollout_func_output_becomes_completions_after_prompt_tokens():
 
 
 def test_rollout_func_completion_ending_at_limit_is_not_truncated():
-    assert made(GOOD | {"completion_ids": [*GOOD["completion_ids"][:3], [5] * 5 + [2]]})[3].finish_reason == "stop"
+    assert convert_output(GOOD | {"completion_ids": [*GOOD["completion_ids"][:3], [5] * 5 + [2]]})[3].finish_reason == "stop"
 
 
 def test_rollout_func_env_mask_excludes_tokens_not_sampled():
     """As TRL's env_mask. Prompts may be longer than the data set's, the same for a group."""
-    found = made(
+    found = convert_output(
         {
             "prompt_ids": [[1, 10, 11], [1, 10, 11], [1, 12], [1, 12]],
             "completion_ids": np.array([[5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7]]),
@@ -74,13 +74,13 @@ def test_rollout_func_env_mask_excludes_tokens_not_sampled():
 
 
 def test_rollout_func_extra_outputs_become_reward_columns():
-    completions = made(GOOD | {"env_reward": [0.1, 0.2, 0.3, 0.4], "answer": ["a", "b", "c", "d"]})
-    groups = [Group(prompt=prompt, completions=tuple(completions[2 * i : 2 * i + 2])) for i, prompt in enumerate(prompts())]
+    completions = convert_output(GOOD | {"env_reward": [0.1, 0.2, 0.3, 0.4], "answer": ["a", "b", "c", "d"]})
+    groups = [Group(prompt=prompt, completions=tuple(completions[2 * i : 2 * i + 2])) for i, prompt in enumerate(make_prompts())]
     columns = as_batch(groups).columns
     assert columns["env_reward"] == [0.1, 0.2, 0.3, 0.4] and columns["answer"] == ["a", "b", "c", "d"], "as in TRL, over the data set's"
 
 
-def one(name, value):
+def replace_first_value(name, value):
     return GOOD | {name: [value, *GOOD.get(name, GOOD["logprobs"])[1:]]}
 
 
@@ -98,19 +98,19 @@ def one(name, value):
         (GOOD | {"lock": [threading.Lock()] * 4}, "lock, which cannot be sent"),
         ({name: values[:2] for name, values in GOOD.items()}, "2 completion_ids for 4 prompts"),
         (GOOD | {"extra": [1]}, "1 extra for 4 prompts"),
-        (one("completion_ids", [5, True]), "True (bool) at index 1, which is not a token ID"),
-        (one("completion_ids", [5.0, 2]), "5.0 (float) at index 0"),
-        (one("completion_ids", [5, 100]), "100 at index 1, which is not a token ID (0 to 99)"),
-        (one("completion_ids", [5, -1]), "-1 at index 1"),
-        (one("completion_ids", "52"), "of type str; expected a list"),
-        (one("completion_ids", [[5, 2]]), "not a token ID"),
-        (one("completion_ids", []), "2 logprobs for 0 completion_ids"),
-        (one("logprobs", [-0.5]), "1 logprobs for 2 completion_ids of completion 0 of prompt 7 (data-set row 0)"),
-        (one("logprobs", [-0.5, float("nan")]), "nan at index 1"),
-        (one("logprobs", [-0.5, float("-inf")]), "-inf at index 1"),
-        (one("logprobs", [-0.5, 0.3]), "0.3 at index 1"),
-        (one("logprobs", [-0.5, None]), "None at index 1"),
-        (one("logprobs", [[-0.5], [-0.1]]), "of type list at index 0"),
+        (replace_first_value("completion_ids", [5, True]), "True (bool) at index 1, which is not a token ID"),
+        (replace_first_value("completion_ids", [5.0, 2]), "5.0 (float) at index 0"),
+        (replace_first_value("completion_ids", [5, 100]), "100 at index 1, which is not a token ID (0 to 99)"),
+        (replace_first_value("completion_ids", [5, -1]), "-1 at index 1"),
+        (replace_first_value("completion_ids", "52"), "of type str; expected a list"),
+        (replace_first_value("completion_ids", [[5, 2]]), "not a token ID"),
+        (replace_first_value("completion_ids", []), "2 logprobs for 0 completion_ids"),
+        (replace_first_value("logprobs", [-0.5]), "1 logprobs for 2 completion_ids of completion 0 of prompt 7 (data-set row 0)"),
+        (replace_first_value("logprobs", [-0.5, float("nan")]), "nan at index 1"),
+        (replace_first_value("logprobs", [-0.5, float("-inf")]), "-inf at index 1"),
+        (replace_first_value("logprobs", [-0.5, 0.3]), "0.3 at index 1"),
+        (replace_first_value("logprobs", [-0.5, None]), "None at index 1"),
+        (replace_first_value("logprobs", [[-0.5], [-0.1]]), "of type list at index 0"),
         (GOOD | {"env_mask": [[1], [1], [1, 1, 1], [1] * 6]}, "1 values of env_mask for 2"),
         (GOOD | {"env_mask": [[1, 2], [1], [1, 1, 1], [1] * 6]}, "env_mask of completion 0 of prompt 7 (data-set row 0) with 2"),
         (GOOD | {"env_mask": [[0, 0], [1], [1, 1, 1], [1] * 6]}, "without a sampled token"),
@@ -123,7 +123,7 @@ def one(name, value):
 )  # fmt: skip
 def test_rollout_func_with_invalid_output_raises(returned, says):
     with pytest.raises(InvalidRolloutOutputError) as bad:
-        made(returned)
+        convert_output(returned)
     assert says in str(bad.value)
 
 
@@ -169,23 +169,23 @@ class Engine:
 class Tokenizer:
     @staticmethod
     def decode(ids, **options):
-        return describe(ids)
+        return format_ids(ids)
 
 
-def rollouts(function, engine=None, *, timeout: float = 60.0):
+def make_sampler(function, engine=None, *, timeout: float = 60.0):
     return RolloutFuncSampler(
         engine or Engine(), RolloutFunc(name="mine.py:f", function=function, tokenizer=Tokenizer(), limits=LIMITS, timeout=timeout)
     )
 
 
-def plain(asked, sampler):
+def sample_plainly(asked, sampler):
     drawn = sampler(asked, max_tokens=3)
     return {"completion_ids": [one.token_ids for one in drawn], "logprobs": [one.logprobs for one in drawn]}
 
 
 def test_rollout_func_that_only_samples_uses_single_turn_seeds():
     engine = Engine()
-    groups = rollouts(plain, engine).generate(prompts(), SAMPLING, seed=5)
+    groups = make_sampler(sample_plainly, engine).generate(make_prompts(), SAMPLING, seed=5)
     assert [seed for _, _, seed, _ in engine.turns.asked] == [request_seed(5, number, i, 0, n=N) for number in (7, 8) for i in range(N)]
     assert [[one.answer_ids for one in group.completions] for group in groups] == [
         [(request_seed(5, number, i, 0, n=N) % 97,) * 3 for i in range(N)] for number in (7, 8)
@@ -204,9 +204,9 @@ def test_rollout_func_sampling_is_independent_of_batching_and_number_of_ranks():
         parts = [twice([one], sampler) for one in reversed(asked)]
         return {name: [part[name][0] for part in reversed(parts)] for name in ("completion_ids", "logprobs")}
 
-    together = rollouts(twice).generate(prompts(), SAMPLING, seed=5)
-    apart = rollouts(one_by_one).generate(prompts(), SAMPLING, seed=5)
-    on_two = [group for prompt in prompts() for group in rollouts(twice).generate([prompt], SAMPLING, seed=5)]
+    together = make_sampler(twice).generate(make_prompts(), SAMPLING, seed=5)
+    apart = make_sampler(one_by_one).generate(make_prompts(), SAMPLING, seed=5)
+    on_two = [group for prompt in make_prompts() for group in make_sampler(twice).generate([prompt], SAMPLING, seed=5)]
     told = [[[one.answer_ids for one in group.completions] for group in groups] for groups in (together, apart, on_two)]
     assert told[0] == told[1] == told[2]
     assert all(ids[:2] != ids[2:] for group in told[0] for ids in group), "the second draw has random numbers of its own"
@@ -228,7 +228,7 @@ def test_rollout_func_may_sample_several_continuations_from_threads():
         return {"completion_ids": [one.token_ids for one in best], "logprobs": [one.logprobs for one in best]}
 
     engine = Engine()
-    groups = rollouts(find_best_checkpoint, engine).generate(prompts(), SAMPLING, seed=5)
+    groups = make_sampler(find_best_checkpoint, engine).generate(make_prompts(), SAMPLING, seed=5)
     assert len(engine.turns.asked) == 12 and len({seed for _, _, seed, _ in engine.turns.asked}) == 12
     assert groups[0].completions[0].answer_ids == (max(request_seed(5, 7, 0, count, n=N) % 97 for count in range(3)),) * 2
 
@@ -250,7 +250,7 @@ def test_rollout_func_open_requests_are_resent_and_oldest_version_is_recorded():
         return player.groups()
 
     engine.play = play
-    groups = rollouts(plain, engine).generate(prompts(), SAMPLING, seed=5)
+    groups = make_sampler(sample_plainly, engine).generate(make_prompts(), SAMPLING, seed=5)
     assert {key[0] for key, *_ in second.asked} == {8} and [group.version for group in groups] == [3, 3]
 
 
@@ -269,7 +269,7 @@ def test_rollout_func_open_requests_are_resent_and_oldest_version_is_recorded():
 def test_rollout_func_that_raises_ends_run_with_error(function, says):
     began = time.monotonic()
     with pytest.raises(RunError) as error:
-        rollouts(function, timeout=0.3).generate(prompts(), SAMPLING, seed=5)
+        make_sampler(function, timeout=0.3).generate(make_prompts(), SAMPLING, seed=5)
     assert says in str(error.value) and time.monotonic() - began < 3
 
 
@@ -292,14 +292,14 @@ def test_rollout_func_calls_end_if_run_is_interrupted():
 
     engine.steps = [stop]
     with pytest.raises(KeyboardInterrupt):
-        rollouts(catches, engine).generate(prompts(), SAMPLING, seed=5)
+        make_sampler(catches, engine).generate(make_prompts(), SAMPLING, seed=5)
     assert finish_reason.wait(5) and not told.is_set()
 
 
 def test_rollout_func_with_images_is_rejected():
-    describe_value = replace(prompts(1)[0], images=((0, None),))
+    describe_value = replace(make_prompts(1)[0], images=((0, None),))
     with pytest.raises(RunError, match="rollout_func does not support images"):
-        rollouts(plain).generate([describe_value], SAMPLING, seed=5)
+        make_sampler(sample_plainly).generate([describe_value], SAMPLING, seed=5)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
 from megatron_grpo.plugins.environments.tools import InvalidToolError, make_schema, read_hermes, tool_set
-from tests.unit.environments.scripted import played
+from tests.unit.environments.scripted import run_episodes
 
 
 def product(a: int, b: int) -> int:
@@ -37,7 +37,7 @@ async def slowly(word: str) -> dict:
     return {"said": word}
 
 
-def call(name: str, **arguments) -> str:
+def format_tool_call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -47,20 +47,20 @@ TOOLS = tool_set({"product": product, "slowly": slowly})
 @pytest.mark.parametrize(
     ("text", "answers"),
     [
-        (call("product", a=47, b=38), ["1786"]),
-        (call("product", a="47", b=38), ["1786"]),  # pydantic reads what a model writes
-        (f"hm {call('product', a=1, b=2)} and {call('slowly', word='x')}", ["2", '{"said": "x"}']),
-        (call("product", a=1), ["Error: b: Missing required argument"]),
-        (call("divide", a=1, b=2), ["Error: no tool is called 'divide'; there are product, slowly"]),
-        (call("slowly", word="leave"), ["Error: SystemExit: 3"]),
+        (format_tool_call("product", a=47, b=38), ["1786"]),
+        (format_tool_call("product", a="47", b=38), ["1786"]),  # pydantic reads what a model writes
+        (f"hm {format_tool_call('product', a=1, b=2)} and {format_tool_call('slowly', word='x')}", ["2", '{"said": "x"}']),
+        (format_tool_call("product", a=1), ["Error: b: Missing required argument"]),
+        (format_tool_call("divide", a=1, b=2), ["Error: no tool is called 'divide'; there are product, slowly"]),
+        (format_tool_call("slowly", word="leave"), ["Error: SystemExit: 3"]),
         ("<tool_call>\n{'a': 1}\n</tool_call>", ["Error: the call is not JSON: Expecting property name enclosed in double quotes"]),
         ('<tool_call>\n{"name": "product", "arguments": [1]}\n</tool_call>', ["Error: the arguments are not a JSON object"]),
         ('<tool_call>\n{"name": "product"', ["Error: a <tool_call> without </tool_call>"]),
-        (f"{call('product', a=2, b=3)}<tool_call>", ["6", "Error: a <tool_call> without </tool_call>"]),
+        (f"{format_tool_call('product', a=2, b=3)}<tool_call>", ["6", "Error: a <tool_call> without </tool_call>"]),
     ],
 )
 def test_tool_calls_each_get_a_result_message(text, answers):
-    [one], _ = played(TOOLS, lambda key, turn: "done" if turn else text)
+    [one], _ = run_episodes(TOOLS, lambda key, turn: "done" if turn else text)
     told = [message["content"] for message in one.record.messages if message["role"] == "tool"]
     assert one.finish_reason == "done" and len(told) == len(answers)
     assert all(found.startswith(answer) for found, answer in zip(told, answers, strict=True)), told
@@ -71,13 +71,13 @@ def test_tool_calls_each_get_a_result_message(text, answers):
 def test_tool_call_tokens_stay_in_context_as_sampled():
     """Trap 9: a template that writes a parsed call anew gives it other white space."""
     text = '<tool_call>\n{"name":   "product",  "arguments": {"a": 4,"b": 5}}\n</tool_call>'
-    [one], says = played(TOOLS, lambda key, turn: "20" if turn else text)
+    [one], says = run_episodes(TOOLS, lambda key, turn: "20" if turn else text)
     assert one.sequence.starts == (0,) and text in says.tokenizer.decode(says.asked[1][1])
 
 
 def test_tool_call_in_thoughts_is_not_executed():
-    assert read_hermes(f"<think>I may {call('product', a=1, b=2)}</think>It is 2") == []
-    assert [one.name for one in read_hermes(f"hm</think>{call('product', a=1, b=2)}")] == ["product"]
+    assert read_hermes(f"<think>I may {format_tool_call('product', a=1, b=2)}</think>It is 2") == []
+    assert [one.name for one in read_hermes(f"hm</think>{format_tool_call('product', a=1, b=2)}")] == ["product"]
 
 
 def test_tool_function_without_type_hints_or_docstring_is_rejected():
@@ -98,7 +98,7 @@ class GreetingEnvironment(Environment):
 
 def test_tools_with_environment_handle_calls_and_environment_other_turns():
     both = tool_set({"product": product}, inner=GreetingEnvironment)
-    [one], _ = played(both, lambda key, turn: call("product", a=2, b=3) if turn == 0 else "six")
+    [one], _ = run_episodes(both, lambda key, turn: format_tool_call("product", a=2, b=3) if turn == 0 else "six")
     told = [(message["role"], message["content"]) for message in one.record.messages if message["role"] != "assistant"]
     assert told == [("user", "q"), ("user", "hello"), ("tool", "6"), ("user", "and?"), ("user", "and?")]
     assert one.record.turn_rewards == (None, 1.0, 1.0) and len(both.tools) == 1
@@ -129,8 +129,8 @@ def test_trls_environments_have_methods_as_tools_and_a_state_of_their_own():
     kind = adapted(CounterEnvironment)
     assert [tool["function"]["name"] for tool in kind.tools] == ["increment"]
     assert list(kind.tools[0]["function"]["parameters"]["properties"]) == ["step"]
-    completions, _ = played(
-        kind, lambda key, turn: call("increment", step=key[1] + 1) if turn < 2 else "done", n=2, columns={"answer": "10"}
+    completions, _ = run_episodes(
+        kind, lambda key, turn: format_tool_call("increment", step=key[1] + 1) if turn < 2 else "done", n=2, columns={"answer": "10"}
     )
     assert [one.record.turn_rewards for one in completions] == [(None, None, 12.0), (None, None, 14.0)]
     assert completions[0].record.messages[0]["content"] == "q Count."
@@ -154,7 +154,7 @@ class GymEnvironment:
 
 
 def test_megatron_swifts_environments_give_observations_and_a_reward_a_step():
-    [one], _ = played(adapted(GymEnvironment), "a", columns={"env_config": {"left": 2}})
+    [one], _ = run_episodes(adapted(GymEnvironment), "a", columns={"env_config": {"left": 2}})
     assert one.finish_reason == "done" and one.record.turn_rewards == (0.5, 0.5)
     assert [message["content"] for message in one.record.messages] == ["be brief", "left: 2", "a", "left: 1", "a"]
 
@@ -174,7 +174,7 @@ class VerifiersEnvironment:
 
 
 def test_verifiers_environments_keep_a_state_an_episode():
-    completions, _ = played(adapted(VerifiersEnvironment), "a", n=2, columns={"answer": "x"}, max_turns=5)
+    completions, _ = run_episodes(adapted(VerifiersEnvironment), "a", n=2, columns={"answer": "x"}, max_turns=5)
     for one in completions:
         assert one.finish_reason == "done" and [m["content"] for m in one.record.messages[1:]] == ["a", "1 of x", "a", "2 of x", "a"]
 

@@ -15,14 +15,14 @@ from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.grpo import problems
 
 
-def control(**settings):
+def make_control(**settings):
     cfg = dict(use_adaptive_entropy=True, entropy_coef=0.25, entropy_coef_delta=0.125, entropy_coef_max=0.5, entropy_target=2.0)
     return AdaptiveEntropy.from_config(GrpoConfig(**(cfg | settings)))
 
 
 def test_adaptive_entropy_coef_moves_each_step_and_applies_at_or_below_target():
     assert AdaptiveEntropy.from_config(GrpoConfig(entropy_coef=0.1)) is None
-    now, course = control(), []
+    now, course = make_control(), []
     for entropy in (2.5, 2.0, 1.0, 1.0, 1.5, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0):
         applied, now = now.applied, now.after(entropy)
         course.append((applied, now.coef))
@@ -33,10 +33,10 @@ def test_adaptive_entropy_coef_moves_each_step_and_applies_at_or_below_target():
 
 
 def test_adaptive_entropy_state_is_restored_from_checkpoint():
-    for now in (control(), control().after(1.5)):
-        again = control(entropy_coef=0.5).restored(json.loads(json.dumps(now.state())))
+    for now in (make_control(), make_control().after(1.5)):
+        again = make_control(entropy_coef=0.5).restored(json.loads(json.dumps(now.state())))
         assert (again.coef, again.entropy, again.applied) == (now.coef, now.entropy, now.applied)
-    assert control().entropy == math.inf
+    assert make_control().entropy == math.inf
 
 
 def test_adaptive_entropy_loss_uses_coefficient_of_the_step():

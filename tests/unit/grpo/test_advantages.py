@@ -21,7 +21,7 @@ COMBINATIONS = [
 ]
 
 
-def of(rewards, weights=(1.0,), kl_penalty=None, **config):
+def compute_advantages(rewards, weights=(1.0,), kl_penalty=None, **config):
     """rewards: [groups][G] for one function, or [groups][G][functions]."""
     rows = [[row if isinstance(row, (list, tuple)) else [row] for row in group] for group in rewards]
     return advantages((rows), GrpoConfig(**config), weights, kl_penalty=kl_penalty)
@@ -29,33 +29,37 @@ def of(rewards, weights=(1.0,), kl_penalty=None, **config):
 
 def test_grpo_by_hand():
     # mean 0.5, sample std sqrt(4 * 0.25 / 3) = 0.57735
-    assert of([[1, 0, 1, 0]]).advantages[0] == pytest.approx(np.array([1, -1, 1, -1]) * 0.5 / (0.5773502692 + 1e-4))
+    assert compute_advantages([[1, 0, 1, 0]]).advantages[0] == pytest.approx(np.array([1, -1, 1, -1]) * 0.5 / (0.5773502692 + 1e-4))
 
 
 def test_scale_batch_and_none_by_hand():
     rewards = [[1, 0], [3, 0]]
-    assert of(rewards, scale_rewards="none").advantages.tolist() == [[0.5, -0.5], [1.5, -1.5]]
+    assert compute_advantages(rewards, scale_rewards="none").advantages.tolist() == [[0.5, -0.5], [1.5, -1.5]]
     # batch: mean 1, squares 0 + 1 + 4 + 1 over 3
-    assert of(rewards, scale_rewards="batch").advantages.ravel() == pytest.approx(np.array([0.5, -0.5, 1.5, -1.5]) / (2**0.5 + 1e-4))
+    assert compute_advantages(rewards, scale_rewards="batch").advantages.ravel() == pytest.approx(
+        np.array([0.5, -0.5, 1.5, -1.5]) / (2**0.5 + 1e-4)
+    )
 
 
 def test_rloo_by_hand():
-    assert of([[1, 0, 0, 1]], advantage_estimator="rloo").advantages[0] == pytest.approx([1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3])
+    assert compute_advantages([[1, 0, 0, 1]], advantage_estimator="rloo").advantages[0] == pytest.approx(
+        [1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3]
+    )
 
 
 def test_reinforce_plus_plus_by_hand():
     rewards = [[1, 0], [3, 0]]
-    assert of(rewards, advantage_estimator="reinforce_plus_plus").advantages.ravel() == pytest.approx(
+    assert compute_advantages(rewards, advantage_estimator="reinforce_plus_plus").advantages.ravel() == pytest.approx(
         np.array([0, -1, 2, -1]) / (2**0.5 + 1e-4)
     )
     # baseline: (0.5, -0.5, 1.5, -1.5), whose sample std is sqrt(5 / 3)
-    assert of(rewards, advantage_estimator="reinforce_plus_plus_baseline").advantages.ravel() == pytest.approx(
+    assert compute_advantages(rewards, advantage_estimator="reinforce_plus_plus_baseline").advantages.ravel() == pytest.approx(
         np.array([0.5, -0.5, 1.5, -1.5]) / ((5 / 3) ** 0.5 + 1e-4)
     )
 
 
 def test_reinforce_plus_plus_needs_no_group():
-    assert of([[1], [0]], advantage_estimator="reinforce_plus_plus").advantages.ravel() == pytest.approx(
+    assert compute_advantages([[1], [0]], advantage_estimator="reinforce_plus_plus").advantages.ravel() == pytest.approx(
         np.array([0.5, -0.5]) / (0.5**0.5 + 1e-4)
     )
 
@@ -63,8 +67,8 @@ def test_reinforce_plus_plus_needs_no_group():
 def test_gdpo_advantages_normalize_each_reward_before_summing():
     """Equal totals: grpo sees nothing to choose, gdpo normalizes each function first (here 10 x accuracy against format, weights 1)."""
     rewards = [[[10.0, 0.0], [9.0, 1.0], [10.0, 0.0], [9.0, 1.0]], [[10.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]]
-    assert of(rewards, (1.0, 1.0)).is_zero_std.tolist() == [True, False]
-    result = of(rewards, (1.0, 0.5), advantage_estimator="gdpo")
+    assert compute_advantages(rewards, (1.0, 1.0)).is_zero_std.tolist() == [True, False]
+    result = compute_advantages(rewards, (1.0, 0.5), advantage_estimator="gdpo")
     assert result.is_zero_std.tolist() == [False, False]
     assert result.advantages[0][0] == pytest.approx(-result.advantages[0][1]) and result.advantages[0][0] > 0
 
@@ -112,8 +116,12 @@ def test_zero_std_group_advantages_are_exactly_zero(cfg):
 
 
 def test_zero_std_means_equal_up_to_rounding():
-    assert of([[0.5, 0.5 + 1e-7], [0.3, 0.3], [None, 0.3], [None, None]]).is_zero_std.tolist() == [False, True, True, True]
-    assert of([[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], [1e-30, 2e-30], [1e20, 1e20 + 1e15]]).is_zero_std.tolist() == [True, False, False]
+    assert compute_advantages([[0.5, 0.5 + 1e-7], [0.3, 0.3], [None, 0.3], [None, None]]).is_zero_std.tolist() == [False, True, True, True]
+    assert compute_advantages([[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], [1e-30, 2e-30], [1e20, 1e20 + 1e15]]).is_zero_std.tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("cfg", COMBINATIONS, ids=lambda cfg: f"{cfg.advantage_estimator}-{cfg.scale_rewards}")
@@ -148,9 +156,9 @@ def test_advantage_is_largest_for_the_best_completion():
 
 
 def test_advantage_of_unscored_completion_is_zero_and_excluded_from_baseline():
-    with_none = of([[[1.0, None], [0.0, None], [None, None]]], (1.0, 1.0))
+    with_none = compute_advantages([[[1.0, None], [0.0, None], [None, None]]], (1.0, 1.0))
     assert with_none.advantages[0][2] == 0.0 and np.isnan(with_none.rewards[0][2])
-    assert with_none.advantages[0][:2] == pytest.approx(of([[1.0, 0.0]]).advantages[0])
+    assert with_none.advantages[0][:2] == pytest.approx(compute_advantages([[1.0, 0.0]]).advantages[0])
 
 
 def test_advantages_of_unscored_rollout_are_all_zero():
@@ -162,14 +170,14 @@ def test_advantages_of_unscored_rollout_are_all_zero():
 
 def test_kl_penalty_is_subtracted_before_the_baseline():
     penalty = np.array([[0.5, 0.0]])
-    assert of([[1, 1]], kl_penalty=penalty, scale_rewards="none").advantages.tolist() == [[-0.25, 0.25]]
-    result = of([[1, 1]], kl_penalty=penalty)
+    assert compute_advantages([[1, 1]], kl_penalty=penalty, scale_rewards="none").advantages.tolist() == [[-0.25, 0.25]]
+    result = compute_advantages([[1, 1]], kl_penalty=penalty)
     # Rewards alone are reported, and say whether a group is zero-std.
     assert result.rewards.tolist() == [[1, 1]] and result.is_zero_std.tolist() == [True]
 
 
 def test_reward_metrics_by_hand():
-    result = of([[[1.0, 0.0], [0.0, None]], [[1.0, 1.0], [1.0, 1.0]]], (1.0, 0.5))
+    result = compute_advantages([[[1.0, 0.0], [0.0, None]], [[1.0, 1.0], [1.0, 1.0]]], (1.0, 0.5))
     assert reward_metrics(result, ["accuracy", "format"]) == pytest.approx(
         {
             "reward": (1.0 + 0.0 + 1.5 + 1.5) / 4,
@@ -186,11 +194,11 @@ def test_reward_metrics_by_hand():
 @pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
 def test_reward_of_weight_zero_does_not_affect_zero_std_groups(estimator):
     watched = [[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [0.0, 0.5]]]
-    assert of(watched, (1.0, 0.0), advantage_estimator=estimator).is_zero_std.tolist() == [True, False]
+    assert compute_advantages(watched, (1.0, 0.0), advantage_estimator=estimator).is_zero_std.tolist() == [True, False]
 
 
 def test_gdpo_advantages_are_nonzero_if_one_of_two_rewards_differs():
-    found = of([[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [1.0, 0.5]]], (1.0, 1.0), advantage_estimator="gdpo")
+    found = compute_advantages([[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [1.0, 0.5]]], (1.0, 1.0), advantage_estimator="gdpo")
     assert found.is_zero_std.tolist() == [False, True] and found.advantages[0, 0] < 0 < found.advantages[0, 1]
 
 

@@ -130,7 +130,7 @@ def make_rewards(seed, num_funcs):
     return rewards
 
 
-def score(rewards):
+def convert_rewards(rewards):
     """As reward functions give them."""
     return [[[None if math.isnan(r) else float(r) for r in row] for row in rows] for rows in rewards]
 
@@ -148,7 +148,7 @@ def assert_same(
     trl = TableLogprobTrainer(completions, rewards.reshape(-1, num_funcs), weights, **trl_settings)
     trl_advantages, trl_loss = trl.run()
 
-    scored = ours.advantages(score(rewards), cfg, weights)
+    scored = ours.advantages(convert_rewards(rewards), cfg, weights)
     np.testing.assert_allclose(scored.advantages.ravel(), trl_advantages.numpy(), rtol=1e-9, atol=1e-9)
     metrics = ours.reward_metrics(scored, trl.reward_func_names)
     theirs = {name: values[-1] for name, values in trl._metrics["train"].items()}
@@ -281,18 +281,18 @@ def test_off_policy_sequence_mask_equals_trl(use_vllm):
             rollout_importance_sampling_mode="sequence_mask" if use_vllm else "none",
             rollout_importance_sampling_threshold=3.0,
         )
-        batch = batch_with_sampler if use_vllm else batch_without_sampler
+        batch = make_batch_with_sampler if use_vllm else make_batch_without_sampler
         assert_same(cfg, {"off_policy_mask_threshold": 0.1, "use_vllm": use_vllm}, seed=seed, share_on_policy=0.0, batch=batch)
 
 
-def batch_without_sampler(*args, **kwargs):
+def make_batch_without_sampler(*args, **kwargs):
     completions = random_batch(*args, **kwargs)
     for c in completions:
         c.sampler_logp = torch.full_like(c.sampler_logp, math.nan)
     return completions
 
 
-def batch_with_sampler(*args, **kwargs):
+def make_batch_with_sampler(*args, **kwargs):
     completions = random_batch(*args, **kwargs)
     for c in completions:
         c.sampler_logp = torch.where(c.sampler_logp.isnan(), c.old, c.sampler_logp).detach()

@@ -15,7 +15,7 @@ from megatron_grpo.core.grpo.entropy import TIE_NATS, TIE_RELATIVE, entropy_thre
 QUANTILES = st.sampled_from([0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9])
 
 
-def kept(values, quantile: float, seen_by_the_loss=None) -> np.ndarray:
+def find_kept_tokens(values, quantile: float, seen_by_the_loss=None) -> np.ndarray:
     """Which tokens train: the loss compares the entropies of its own pass."""
     values = np.asarray(values, dtype=np.float64)
     threshold = entropy_threshold([values], [np.ones(len(values), bool)], quantile)
@@ -62,16 +62,16 @@ def test_entropy_threshold_from_summed_rank_counts_equals_global_one(values, qua
 
 
 def test_entropy_threshold_includes_ties():
-    assert kept([1.0, 2.0, 2.0, 2.0], 0.25).tolist() == [False, True, True, True]
-    assert kept(np.full(4, 2.0), 0.25).all()
-    assert kept([0.0, 0.0, 1e-6, 0.0], 0.25).all(), "entropies near 0 differ by the rounding of their formula"
+    assert find_kept_tokens([1.0, 2.0, 2.0, 2.0], 0.25).tolist() == [False, True, True, True]
+    assert find_kept_tokens(np.full(4, 2.0), 0.25).all()
+    assert find_kept_tokens([0.0, 0.0, 1e-6, 0.0], 0.25).all(), "entropies near 0 differ by the rounding of their formula"
 
 
 def test_entropy_threshold_treats_values_equal_up_to_rounding_alike():
     """Four first tokens in one context, the third largest entropy of twelve: two of the four would be dropped."""
     others = [3.0, 2.9, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5]
     first_tokens = 2.0 + np.array([2e-6, -3e-6, 1e-6, -1e-6])
-    assert kept([*others, *first_tokens], 0.3).tolist() == [True, True] + [False] * 6 + [True] * 4
+    assert find_kept_tokens([*others, *first_tokens], 0.3).tolist() == [True, True] + [False] * 6 + [True] * 4
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=20), QUANTILES, st.integers(0, 2**32 - 1))
@@ -83,17 +83,17 @@ def test_entropy_threshold_selects_same_tokens_for_any_partition(contexts, quant
     def noisy():
         return exact * (1 + rng.uniform(-1e-5, 1e-5, len(exact)))
 
-    right = kept(exact, quantile)
+    right = find_kept_tokens(exact, quantile)
     assert right.any()
     for _ in range(2):
-        assert (kept(noisy(), quantile, seen_by_the_loss=noisy()) == right).all()
+        assert (find_kept_tokens(noisy(), quantile, seen_by_the_loss=noisy()) == right).all()
 
 
 @given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=40), QUANTILES)
 def test_entropy_threshold_equals_linear_quantile_with_ties(values, quantile):
     values = np.array(values)
     limit = np.quantile(values, 1 - quantile)
-    found, on_the_line = kept(values, quantile), np.isclose(values, limit, rtol=1e-12, atol=1e-12)
+    found, on_the_line = find_kept_tokens(values, quantile), np.isclose(values, limit, rtol=1e-12, atol=1e-12)
     assert found[(values >= limit) & ~on_the_line].all()
     lowest = values[(values >= limit) | on_the_line].min()
     assert values[found].min() >= lowest - max(TIE_RELATIVE * lowest, TIE_NATS)
@@ -102,4 +102,4 @@ def test_entropy_threshold_equals_linear_quantile_with_ties(values, quantile):
 def test_entropy_threshold_ties_are_not_transitive():
     """A million tokens lie closer to each other than any tolerance: still the top fifth trains."""
     entropies = np.random.default_rng(0).uniform(0, 3, 1_000_000)
-    assert kept(entropies, 0.2).mean() == pytest.approx(0.2, abs=1e-3)
+    assert find_kept_tokens(entropies, 0.2).mean() == pytest.approx(0.2, abs=1e-3)

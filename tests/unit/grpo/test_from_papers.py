@@ -55,7 +55,7 @@ class Batch:
         ]  # fmt: skip
 
 
-def judged(rewards: np.ndarray, estimator: str) -> torch.Tensor:
+def compute_advantages(rewards: np.ndarray, estimator: str) -> torch.Tensor:
     r = torch.tensor(rewards)
     mean, n = r.mean(1, keepdim=True), r.shape[1]
     found = {
@@ -66,9 +66,9 @@ def judged(rewards: np.ndarray, estimator: str) -> torch.Tensor:
     return found[..., None]
 
 
-def paper(cfg: GrpoConfig, b: Batch) -> torch.Tensor:
+def compute_paper_loss(cfg: GrpoConfig, b: Batch) -> torch.Tensor:
     """The loss that is to be minimized."""
-    a, mask = judged(b.rewards, cfg.advantage_estimator), b.mask.clone()
+    a, mask = compute_advantages(b.rewards, cfg.advantage_estimator), b.mask.clone()
     if cfg.overlong_filter:
         mask[b.truncated] = 0.0
     length = b.mask.sum(2, keepdim=True).clamp(min=1)
@@ -134,7 +134,7 @@ def test_loss_equals_paper_formula_on_degenerate_groups(loss_type):
                     continue
                 batch = Batch(rng, groups, n, far=float(rng.choice([1e-3, 0.3])))
                 cfg = GrpoConfig(loss_type=loss_type, importance_sampling_level=level, advantage_estimator=estimator, **others)
-                wanted = paper(cfg, batch)
+                wanted = compute_paper_loss(cfg, batch)
                 (gradient,) = torch.autograd.grad(wanted, batch.logp)
                 found = package_loss(cfg, batch.completions(cfg), random_split(compared, groups * n))
                 assert found[0] == pytest.approx(wanted.item(), rel=1e-10, abs=1e-12), cfg

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "grpo.json").read_text())
 
 
-def completions() -> list[ReferenceCompletion]:
+def make_completions() -> list[ReferenceCompletion]:
     def tensor(values):
         return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64)
 
@@ -48,7 +48,7 @@ def test_golden_loss_and_gradients_are_reproduced(case, monkeypatch):
     monkeypatch.setattr("tests.reference.packing.MAX_COMPLETION_LENGTH", GOLDEN["max_completion_length"])
     cfg = GrpoConfig(**case["settings"])
     assert validation.problems(Config(grpo=cfg)) == []
-    loss, grad_logp, grad_entropy, _ = package_loss(cfg, completions(), [[5, 0, 3], [2, 4, 1]])
+    loss, grad_logp, grad_entropy, _ = package_loss(cfg, make_completions(), [[5, 0, 3], [2, 4, 1]])
     assert loss == pytest.approx(case["loss"], rel=1e-11)
     np.testing.assert_allclose(np.concatenate(grad_logp), np.concatenate(case["grad_logp"]), rtol=1e-10, atol=1e-14)
     if "grad_entropy" in case:
@@ -66,11 +66,11 @@ def test_golden_file_equals_output_of_its_program():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def key(case):
+def make_key(case):
     return round(case["loss"], 12), str(np.round(np.concatenate(case["grad_logp"]), 10).tolist()), str(case.get("grad_entropy"))
 
 
-def same_by_definition(settings: dict) -> dict:
+def normalize_settings(settings: dict) -> dict:
     """`bnpo` is `dapo`; and GSPO-token has GSPO's gradient where a sequence has one advantage and no per-token factor (its paper, 4.3)."""
     renamed = dict(settings)
     if renamed.get("loss_type") == "bnpo":
@@ -84,5 +84,5 @@ def test_golden_cases_with_equal_gradients_are_equal_by_definition():
     """A case that equals another shows nothing about the setting it names."""
     for i, one in enumerate(GOLDEN["losses"]):
         for other in GOLDEN["losses"][:i]:
-            is_same = same_by_definition(one["settings"]) == same_by_definition(other["settings"])
-            assert (key(one) == key(other)) == is_same, (one["settings"], other["settings"])
+            is_same = normalize_settings(one["settings"]) == normalize_settings(other["settings"])
+            assert (make_key(one) == make_key(other)) == is_same, (one["settings"], other["settings"])

@@ -52,12 +52,12 @@ OTHERS = {
 }
 
 
-def drawn(cfg: GrpoConfig, seed: int, **how):
+def draw_batch(cfg: GrpoConfig, seed: int, **how):
     completions = random_batch(seed, **how)
     return in_whole_groups(completions) if cfg.loss_type == "real" else completions
 
 
-def expected(cfg: GrpoConfig, completions):
+def compute_expected(cfg: GrpoConfig, completions):
     for c in completions:
         c.logp.grad = c.entropy.grad = None
     loss = reference.grpo_loss(completions, cfg, MAX_COMPLETION_LENGTH)
@@ -81,8 +81,8 @@ def test_loss_equals_reference_for_every_legal_combination_and_partition(loss_ty
         base = {"loss_type": loss_type, "importance_sampling_level": level, **kl}
         for cfg in (legal(base), random_others(rng, base, OTHERS), random_others(rng, base, OTHERS)):
             seed = int(rng.integers(1 << 30))
-            completions = drawn(cfg, seed)
-            wanted = expected(cfg, completions)
+            completions = draw_batch(cfg, seed)
+            wanted = compute_expected(cfg, completions)
             found = package_loss(cfg, completions, random_split(seed, len(completions)))
             assert_equal(found, wanted, loss_rtol=1e-11, grad_rtol=1e-11, context=(kl_mode, cfg))
 
@@ -93,8 +93,8 @@ def test_loss_in_float32_is_within_tolerance_of_float64(loss_type):
     for level, kl in itertools.product(LEVELS, KL_MODES.values()):
         cfg = random_others(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl}, OTHERS)
         seed = int(rng.integers(1 << 30))
-        completions = drawn(cfg, seed, dtype=torch.float32)
-        wanted = expected(cfg, completions)
+        completions = draw_batch(cfg, seed, dtype=torch.float32)
+        wanted = compute_expected(cfg, completions)
         found = package_loss(cfg, completions, random_split(seed, len(completions)), torch.float32)
         assert_equal(found, wanted, loss_rtol=1e-6, grad_rtol=1e-5, context=cfg)
 
@@ -140,7 +140,7 @@ def test_loss_on_policy_gradient_equals_policy_gradient():
     assert logprobs.grad.tolist() == [-0.5, -0.5, 0.5]
 
 
-def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float, float]:
+def compute_one_token_loss(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float, float]:
     """Loss of one token with weight 1, and its gradient in the log-prob."""
     loss = GrpoLoss.from_config(cfg, max_completion_length=1, temperature=1.0)
     logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
@@ -201,7 +201,7 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
     ],
 )
 def test_loss_of_one_token_by_hand(settings, ratio, advantage, loss, grad):
-    found = one_token(GrpoConfig(**settings), ratio=ratio, advantage=advantage)
+    found = compute_one_token_loss(GrpoConfig(**settings), ratio=ratio, advantage=advantage)
     assert found == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
 
 
@@ -264,7 +264,7 @@ def test_off_policy_mask_with_delta_zero_includes_unchanged_sequence():
 
 
 def test_loss_with_log_ratio_above_20_is_finite_without_gradient():
-    value, grad = one_token(GrpoConfig(), ratio=np.exp(60.0), advantage=-1.0)
+    value, grad = compute_one_token_loss(GrpoConfig(), ratio=np.exp(60.0), advantage=-1.0)
     assert value == pytest.approx(np.exp(20.0)) and grad == 0.0
 
 

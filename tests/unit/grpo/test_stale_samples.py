@@ -14,7 +14,7 @@ from megatron_grpo.core.types import Sample
 NAN = float("nan")
 
 
-def sample(version: int) -> Sample:
+def make_sample(version: int) -> Sample:
     return Sample(row=3, rollout=1, prompt_number=0, version=version, on_policy_version=version, token_ids=np.arange(4),
                   mask=np.array([0, 0, 1, 1], bool),
                   sampler_logprobs=np.array([0, 0, -1, -2], np.float32), advantage=1.0, is_zero_std=False, is_truncated=False)  # fmt: skip
@@ -24,20 +24,20 @@ WEIGHTS = [0.5]
 
 
 def test_collate_stale_sample_without_old_logprobs_raises():
-    assert np.isnan(collate([sample(5)], WEIGHTS, trained_at=5).old_logprobs).all()
+    assert np.isnan(collate([make_sample(5)], WEIGHTS, trained_at=5).old_logprobs).all()
     with pytest.raises(ValueError, match="row 3 of rollout 1 .* version 4 .* version 5 without old log-probs"):
-        collate([sample(4)], WEIGHTS, trained_at=5)
+        collate([make_sample(4)], WEIGHTS, trained_at=5)
 
 
 @pytest.mark.parametrize("by", ["recompute", "cached"])
 def test_with_old_logprobs_rejects_missing_values_at_trained_tokens(by):
     with pytest.raises(ValueError, match="row 3 of rollout 1 has no old log-prob at 1 of 2 trained tokens"):
-        sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, NAN]), by)
-    assert sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, -1.0]), by).old_logprobs_from == by
+        make_sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, NAN]), by)
+    assert make_sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, -1.0]), by).old_logprobs_from == by
 
 
 def test_stale_sample_token_without_sampler_logprob_has_ratio_one():
-    stale = sample(4).with_old_logprobs(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
+    stale = make_sample(4).with_old_logprobs(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
     micro = collate([stale], WEIGHTS, trained_at=5)
     names = ("token_weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
     assert not micro.is_compared.any(), "the sampler's log-probs are no measure of the sampler"

@@ -11,13 +11,13 @@ from megatron_grpo.core.grpo.loss import NORMALISATIONS, token_weights
 NUM_MASKED = [2, 1, 4]
 
 
-def token_weight_fn(loss_type, *, is_truncated=(False,) * 3, is_zero_std=(False,) * 3, **settings):
+def compute_weights(loss_type, *, is_truncated=(False,) * 3, is_zero_std=(False,) * 3, **settings):
     return token_weights(
         NUM_MASKED, loss_type=loss_type, is_truncated=is_truncated, is_zero_std=is_zero_std, max_completion_length=10, **settings
     )
 
 
-def per_token(result):
+def list_token_weights(result):
     """The weight of a trained token of each completion."""
     assert result.row_weights.dtype == np.float64
     return result.row_weights.tolist()
@@ -36,27 +36,29 @@ def per_token(result):
     ],
 )
 def test_token_weights_by_hand(loss_type, expected):
-    result = token_weight_fn(loss_type)
-    assert per_token(result) == pytest.approx(expected, rel=1e-15)
+    result = compute_weights(loss_type)
+    assert list_token_weights(result) == pytest.approx(expected, rel=1e-15)
     assert (result.num_sequences, result.num_loss_tokens) == (3, 7)
 
 
 def test_token_weights_with_overlong_filter_keep_row_count():
-    result = token_weight_fn("grpo", is_truncated=(False, False, True), overlong_filter=True)
-    assert per_token(result) == pytest.approx([1 / 6, 1 / 3, 0.0])
+    result = compute_weights("grpo", is_truncated=(False, False, True), overlong_filter=True)
+    assert list_token_weights(result) == pytest.approx([1 / 6, 1 / 3, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (3, 3)
-    assert per_token(token_weight_fn("dapo", is_truncated=(False, False, True), overlong_filter=True)) == pytest.approx([1 / 3, 1 / 3, 0.0])
+    assert list_token_weights(compute_weights("dapo", is_truncated=(False, False, True), overlong_filter=True)) == pytest.approx(
+        [1 / 3, 1 / 3, 0.0]
+    )
 
 
 def test_token_weights_exclude_zero_std_groups_from_count():
-    result = token_weight_fn("grpo", is_zero_std=(False, False, True), exclude_zero_std_groups=True)
-    assert per_token(result) == pytest.approx([1 / 4, 1 / 2, 0.0])
+    result = compute_weights("grpo", is_zero_std=(False, False, True), exclude_zero_std_groups=True)
+    assert list_token_weights(result) == pytest.approx([1 / 4, 1 / 2, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (2, 3)
 
 
 def test_token_weights_ignore_flags_without_filter():
-    result = token_weight_fn("grpo", is_truncated=(True,) * 3, is_zero_std=(True,) * 3)
-    assert per_token(result) == per_token(token_weight_fn("grpo"))
+    result = compute_weights("grpo", is_truncated=(True,) * 3, is_zero_std=(True,) * 3)
+    assert list_token_weights(result) == list_token_weights(compute_weights("grpo"))
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
@@ -65,7 +67,7 @@ def test_token_weights_of_fully_filtered_batch_are_zero(loss_type):
         {"is_zero_std": (True,) * 3, "exclude_zero_std_groups": True},
         {"is_truncated": (True,) * 3, "overlong_filter": True},
     ):
-        result = token_weight_fn(loss_type, **settings)
+        result = compute_weights(loss_type, **settings)
         assert result.num_loss_tokens == 0
         assert (result.row_weights == 0).all()
 

@@ -15,7 +15,7 @@ from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.config.table import table
 
 
-def config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **grpo):
+def make_config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **grpo):
     sampling = RolloutConfig(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     return Config(grpo=GrpoConfig(**grpo), rollout=sampling, rewards=RewardConfig(reward_funcs=[*reward_funcs]))
 
@@ -29,7 +29,7 @@ def test_grpo_settings_each_choice_is_legal_alone():
     assert restricted
     for setting in restricted:
         for choice in setting.choices:
-            assert validation.problems(config(**{setting.name: choice})) == [], (setting.name, choice)
+            assert validation.problems(make_config(**{setting.name: choice})) == [], (setting.name, choice)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_grpo_settings_each_choice_is_legal_alone():
     ],
 )
 def test_grpo_incompatible_settings_are_rejected_with_reason(settings, flag, reason):
-    (problem,) = validation.problems(config(**settings))
+    (problem,) = validation.problems(make_config(**settings))
     assert flag in problem.flags
     assert re.search(reason, problem.message), problem.message
 
 
 def test_all_problems_are_reported_together():
-    found = validation.problems(config(loss_type="vespo", delta=4.0, kl_in_reward=True, rollout_is_geometric=True))
+    found = validation.problems(make_config(loss_type="vespo", delta=4.0, kl_in_reward=True, rollout_is_geometric=True))
     assert len(found) == 3
 
 
@@ -115,8 +115,8 @@ def test_all_problems_are_reported_together():
     ],
 )
 def test_grpo_unusual_settings_give_a_warning(settings, says):
-    assert validation.problems(config(**settings)) == []
-    (warning,) = validation.warnings(config(**settings))
+    assert validation.problems(make_config(**settings)) == []
+    (warning,) = validation.warnings(make_config(**settings))
     assert re.search(says, warning), warning
 
 
@@ -161,7 +161,7 @@ def test_top_p_or_min_p_without_top_k_uses_largest_top_k_with_warning(rollout, s
 
 
 def test_gspo_with_settings_of_its_paper_gives_no_warning():
-    assert validation.warnings(config(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)) == []
+    assert validation.warnings(make_config(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)) == []
 
 
 def test_checking_imports_no_torch():

@@ -39,11 +39,11 @@ LEFT_OUT = {
 FILTERS = {"overlong_filter": "truncated", "exclude_zero_std_groups": "zero_std"}
 
 
-def kinds_of(**settings):
+def find_kinds(**settings):
     return zero_gradient_kinds(list_settings(Config().with_values(settings)))
 
 
-def left_out(completions, kinds) -> list[bool]:
+def find_omitted_rows(completions, kinds) -> list[bool]:
     rows = [
         SimpleNamespace(
             num_masked=int(c.mask.sum()), is_truncated=c.is_truncated, is_zero_std=c.is_zero_std, is_zero_advantage=c.advantage == 0.0
@@ -53,7 +53,7 @@ def left_out(completions, kinds) -> list[bool]:
     return [has_zero_gradient(row, kinds) for row in rows]
 
 
-def batch(seed: int):
+def make_batch(seed: int):
     """A row without a trained token; and one with advantage 0 in a group that has a signal."""
     completions = random_batch(seed, 12)
     completions[3].mask.zero_()
@@ -68,11 +68,11 @@ def batch(seed: int):
 @pytest.mark.parametrize("filters", [(), ("overlong_filter",), ("exclude_zero_std_groups",), tuple(FILTERS)])
 def test_omitted_row_has_no_gradient_and_does_not_change_others(name, filters):
     settings = LEFT_OUT[name] | dict.fromkeys(filters, True)
-    kinds = kinds_of(**settings)
+    kinds = find_kinds(**settings)
     assert kinds == WEIGHTLESS | {"zero_advantage"} | {FILTERS[one] for one in filters}
     for seed in range(5):
-        completions = batch(seed)
-        gone = left_out(completions, kinds)
+        completions = make_batch(seed)
+        gone = find_omitted_rows(completions, kinds)
         assert gone[3] and gone[5] and gone[7] and not all(gone)
         loss, of_logp, of_entropy, _ = package_loss(GrpoConfig(**settings), completions, [range(12)])
         for place in np.flatnonzero(gone):
@@ -86,10 +86,10 @@ def test_omitted_row_has_no_gradient_and_does_not_change_others(name, filters):
 @pytest.mark.parametrize("name", [name for name in LOOKED_AT if "teacher" not in name and name != "adaptive entropy"])
 def test_zero_advantage_rows_are_computed_if_a_setting_needs_them(name):
     settings = LOOKED_AT[name]
-    assert kinds_of(**settings) == WEIGHTLESS
+    assert find_kinds(**settings) == WEIGHTLESS
     cfg, changed = GrpoConfig(**settings), False
     for seed in range(5):
-        completions = batch(seed)
+        completions = make_batch(seed)
         _, of_logp, of_entropy, _ = package_loss(cfg, completions, [range(12)])
         loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
         weights = token_weight_fn(loss, completions)
@@ -100,7 +100,7 @@ def test_zero_advantage_rows_are_computed_if_a_setting_needs_them(name):
 
 
 def test_zero_advantage_rows_with_teacher_have_a_gradient():
-    completions = batch(0)
+    completions = make_batch(0)
     cfg = GrpoConfig(teacher_model="a")
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
     packed = pack(completions, token_weight_fn(loss, completions), [5], torch.float64)
@@ -111,7 +111,7 @@ def test_zero_advantage_rows_with_teacher_have_a_gradient():
 
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_rows_of_weight_zero_are_always_omitted(name):
-    assert kinds_of(**LOOKED_AT[name], overlong_filter=True) == WEIGHTLESS | {"truncated"}
+    assert find_kinds(**LOOKED_AT[name], overlong_filter=True) == WEIGHTLESS | {"truncated"}
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_rows_of_weight_zero_are_always_omitted(name):
     ids=lambda one: next(iter(one)),
 )
 def test_no_row_is_omitted_if_every_row_has_a_gradient(settings):
-    kinds = kinds_of(**settings, overlong_filter=True, exclude_zero_std_groups=True)
-    assert kinds == frozenset() and not any(left_out(batch(0), kinds))
+    kinds = find_kinds(**settings, overlong_filter=True, exclude_zero_std_groups=True)
+    assert kinds == frozenset() and not any(find_omitted_rows(make_batch(0), kinds))
 
 
 def test_checkpoint_without_zero_gradient_record_omits_no_rows():
@@ -147,8 +147,8 @@ def test_zero_gradient_rules_name_every_setting_they_read():
 
 def test_row_weights_are_zero_exactly_for_filtered_rows():
     for filters in ((), ("overlong_filter",), ("exclude_zero_std_groups",), tuple(FILTERS)):
-        completions = batch(1)
+        completions = make_batch(1)
         cfg = GrpoConfig(**dict.fromkeys(filters, True))
         weights = token_weight_fn(GrpoLoss.from_config(cfg, max_completion_length=9, temperature=1.0), completions)
         kinds = frozenset({"no_token", *(FILTERS[one] for one in filters)})
-        assert (weights.row_weights == 0).tolist() == left_out(completions, kinds)
+        assert (weights.row_weights == 0).tolist() == find_omitted_rows(completions, kinds)

@@ -12,7 +12,7 @@ from megatron_grpo.run.metrics import reporters
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.rollout import Completions
 from tests.loggers import logger_in
-from tests.unit.metrics.test_metrics import rollout_of_two
+from tests.unit.metrics.test_metrics import make_rollout
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -77,7 +77,7 @@ def test_completions_folder_keeps_files_of_the_user(tmp_path):
 
 def test_completions_table_that_cannot_be_written_gives_a_warning(tmp_path, caplog):
     (tmp_path / "completions").write_text("in the way")
-    assert Completions(tmp_path, reward_names=["right", "short"]).write(rollout_of_two()) is None
+    assert Completions(tmp_path, reward_names=["right", "short"]).write(make_rollout()) is None
     assert "the run continues without it" in caplog.text
 
 

@@ -44,13 +44,13 @@ def test_pass_at_k_is_unbiased_where_naive_formula_is_not():
 P, N = 100, 8
 
 
-def runs(draw: np.random.Generator, rates: np.ndarray) -> np.ndarray:
+def simulate_runs(draw: np.random.Generator, rates: np.ndarray) -> np.ndarray:
     """float64 [runs, P, N] of right and wrong, by the chance of each prompt."""
     return (draw.random((*rates.shape, N)) < rates[..., None]).astype(np.float64)
 
 
 def test_stderr_over_prompts_equals_spread_over_other_prompts():
-    scores = runs(draw := np.random.default_rng(1), draw.beta(0.5, 1.5, size=(1500, P)))
+    scores = simulate_runs(draw := np.random.default_rng(1), draw.beta(0.5, 1.5, size=(1500, P)))
     found = [estimates.mean_over_prompts(estimates.prompt_means(one)) for one in scores]
     true = np.std([mean for mean, _ in found])
     assert np.mean([error for _, error in found]) == pytest.approx(true, rel=0.06)
@@ -60,7 +60,7 @@ def test_stderr_over_prompts_equals_spread_over_other_prompts():
 
 def test_sampling_error_equals_spread_over_seeds():
     draw = np.random.default_rng(2)
-    scores = runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
+    scores = simulate_runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
     true = np.std([estimates.mean_over_prompts(estimates.prompt_means(one))[0] for one in scores])
     assert np.mean([estimates.sampling_error(one) for one in scores]) == pytest.approx(true, rel=0.06)
     assert estimates.mean_over_prompts(estimates.prompt_means(scores[0]))[1] > 1.5 * true, "the two errors are two questions"
@@ -68,7 +68,7 @@ def test_sampling_error_equals_spread_over_seeds():
 
 def test_sampling_error_is_unbiased_with_unscored_completions():
     draw = np.random.default_rng(3)
-    scores = runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
+    scores = simulate_runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
     is_lost = draw.random((P, N)) < 0.6
     scores[:, is_lost] = np.nan
     true = np.std([estimates.mean_over_prompts(estimates.prompt_means(one))[0] for one in scores])
@@ -78,7 +78,7 @@ def test_sampling_error_is_unbiased_with_unscored_completions():
 def test_paired_change_has_smaller_error_than_unpaired():
     draw = np.random.default_rng(4)
     rates = draw.beta(0.5, 1.5, size=(1500, P))
-    before, after = runs(draw, rates).mean(axis=2), runs(draw, np.clip(rates + 0.05, 0, 1)).mean(axis=2)
+    before, after = simulate_runs(draw, rates).mean(axis=2), simulate_runs(draw, np.clip(rates + 0.05, 0, 1)).mean(axis=2)
     found = [estimates.mean_over_prompts(other - one) for one, other in zip(before, after)]
     true = np.std([mean for mean, _ in found])
     assert np.mean([error for _, error in found]) == pytest.approx(true, rel=0.06)

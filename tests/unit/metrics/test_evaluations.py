@@ -16,17 +16,17 @@ from tests.evaluated import evaluated
 from tests.loggers import logger_in
 
 
-def lines(folder, name="evaluations.jsonl"):
+def read_lines(folder, name="evaluations.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def drawn(scores, **values):
+def make_evaluation(scores, **values):
     return replace(evaluated(0.0), **{"n": 2, "temperature": 1.0, "rows": range(len(scores)), "scores": np.array(scores), **values})
 
 
 def test_evaluation_record_has_means_errors_pass_at_k_and_unscored_count(tmp_path):
-    record = Evaluations(tmp_path).add(3, drawn([[1.0, 0.0], [1.0, 1.0], [np.nan, 2.0], [np.nan, np.nan]]))
-    assert lines(tmp_path) == [record]
+    record = Evaluations(tmp_path).add(3, make_evaluation([[1.0, 0.0], [1.0, 1.0], [np.nan, 2.0], [np.nan, np.nan]]))
+    assert read_lines(tmp_path) == [record]
     assert (record["num_prompts"], record["unscored"], record["n"]) == (3, 3, 2)
     assert record["mean@2"] == pytest.approx((0.5 + 1 + 2) / 3)
     assert record["mean@2/stderr"] == pytest.approx(np.std([0.5, 1, 2], ddof=1) / np.sqrt(3))
@@ -40,9 +40,9 @@ def test_evaluation_change_is_relative_to_first_with_same_question(tmp_path):
     kept.add(1, evaluated(0.5, 0.5, question="a"))
     kept.add(2, evaluated(9.0, 9.0, question="b"))
     kept.add(3, evaluated(1.0, None, question="a"))
-    assert [line.get("change") for line in lines(tmp_path)] == [None, 0.0, None, 1.0]
-    assert [line.get("change/stderr") for line in lines(tmp_path)] == [None, 0.5, None, None]
-    assert lines(tmp_path)[3]["change/since"] == 0
+    assert [line.get("change") for line in read_lines(tmp_path)] == [None, 0.0, None, 1.0]
+    assert [line.get("change/stderr") for line in read_lines(tmp_path)] == [None, 0.5, None, None]
+    assert read_lines(tmp_path)[3]["change/since"] == 0
 
 
 def test_evaluations_after_resume_pair_with_first_and_drop_repeated_steps(tmp_path):
@@ -56,10 +56,10 @@ def test_evaluations_after_resume_pair_with_first_and_drop_repeated_steps(tmp_pa
     assert sorted(path.name for path in tmp_path.glob("evaluations/other/*.parquet")) == ["step_000000.parquet", "step_000002.parquet"]
     for name in ("eval", "other"):  # stopped just after it was evaluated: the resumed run does it again
         second.add(2, evaluated(0.3, 0.3, name=name, question="a"))
-    assert [(line["step"], line["mean@1"], line.get("change")) for line in lines(tmp_path) if line["name"] == "other"] == [
+    assert [(line["step"], line["mean@1"], line.get("change")) for line in read_lines(tmp_path) if line["name"] == "other"] == [
         (0, 0.0, None), (2, 0.3, 0.3),
     ]  # fmt: skip
-    assert len(lines(tmp_path, "evaluations/other/prompts.jsonl")) == 2
+    assert len(read_lines(tmp_path, "evaluations/other/prompts.jsonl")) == 2
 
 
 def test_evaluate_command_appends_to_existing_records(tmp_path):
@@ -67,7 +67,7 @@ def test_evaluate_command_appends_to_existing_records(tmp_path):
         kept = Evaluations(tmp_path, replaces=False)
         kept.start()
         kept.add(0, replace(evaluated(score, score, question="a"), table={"completion": ["x", "y"]}), model=model)
-    assert [line.get("change") for line in lines(tmp_path)] == [None, 0.5] and lines(tmp_path)[1]["change/since"] == "base"
+    assert [line.get("change") for line in read_lines(tmp_path)] == [None, 0.5] and read_lines(tmp_path)[1]["change/since"] == "base"
     assert sorted(path.name for path in tmp_path.glob("evaluations/eval/*.parquet")) == ["step_000000.parquet", "step_000000_1.parquet"]
     assert "change from base" in [figure for figure, *_ in describe(kept.records)[2]]
 
@@ -82,7 +82,7 @@ def test_evaluation_records_of_an_older_version_are_read(tmp_path):
 
 
 def test_evaluation_table_shows_sampling_settings_and_sampling_error():
-    found = drawn([[1.0, 0.0], [1.0, 1.0]])
+    found = make_evaluation([[1.0, 0.0], [1.0, 1.0]])
     how, heads, rows = describe([{"step": 1} | found.numbers()])
     told = dict(rows)
     assert heads == ["eval"]
@@ -104,14 +104,14 @@ def test_evaluation_interrupted_by_kill_is_not_used_for_comparison(tmp_path, ste
     metrics.start(Progress(step=step))
     metrics.evaluation(Progress(step=step), [evaluated(0.1, 0.1, question="a")])
     metrics.evaluation(Progress(step=step + 1), [evaluated(0.5, 0.5, question="a")])
-    assert [line.get("change") for line in lines(tmp_path)] == [None, 0.4]
-    assert [line["means"] for line in lines(tmp_path, "evaluations/eval/prompts.jsonl")] == [[0.1, 0.1], [0.5, 0.5]]
+    assert [line.get("change") for line in read_lines(tmp_path)] == [None, 0.4]
+    assert [line["means"] for line in read_lines(tmp_path, "evaluations/eval/prompts.jsonl")] == [[0.1, 0.1], [0.5, 0.5]]
 
 
 def test_evaluations_of_run_without_checkpoint_are_removed_by_next_run(tmp_path):
     Evaluations(tmp_path).add(0, replace(evaluated(0.9, name="gone", question="a"), table={"completion": ["x"]}))
     logger_in(tmp_path, console=Console(file=io.StringIO())).start(Progress())
-    assert not lines(tmp_path) and not lines(tmp_path, "evaluations/gone/prompts.jsonl") and not list(tmp_path.rglob("*.parquet"))
+    assert not read_lines(tmp_path) and not read_lines(tmp_path, "evaluations/gone/prompts.jsonl") and not list(tmp_path.rglob("*.parquet"))
 
 
 def test_evaluations_with_missing_records_are_reported_on_resume(tmp_path, caplog):
@@ -136,5 +136,7 @@ def test_evaluate_command_after_partial_line_writes_valid_records(tmp_path, capl
     kept = Evaluations(tmp_path, replaces=False)
     kept.start()
     kept.add(0, evaluated(0.7, question="a"), model="trained")
-    assert [line["model"] for line in lines(tmp_path)] == ["base", "trained"] and lines(tmp_path)[1]["change"] == pytest.approx(0.2)
-    assert len(lines(tmp_path, "evaluations/eval/prompts.jsonl")) == 2
+    assert [line["model"] for line in read_lines(tmp_path)] == ["base", "trained"] and read_lines(tmp_path)[1]["change"] == pytest.approx(
+        0.2
+    )
+    assert len(read_lines(tmp_path, "evaluations/eval/prompts.jsonl")) == 2

@@ -18,7 +18,7 @@ BY_THE_KL = ALIKE | {"grad_norm": 0.1}
 REFUSED = {"grad_norm": None, "frac_reward_zero_std": 0.0, "reward": 0.5, "skipped_iterations": 1}
 
 
-def learnt(*records, **how) -> GradientSummary:
+def summarize_gradients(*records, **how) -> GradientSummary:
     found = GradientSummary(**how)
     for record in records:
         found.take(record)
@@ -41,16 +41,16 @@ def learnt(*records, **how) -> GradientSummary:
     ],
 )
 def test_learning_check_reports_run_without_weight_updates(records, sentence):
-    assert learnt(*records).nothing(len(records)) == sentence
+    assert summarize_gradients(*records).nothing(len(records)) == sentence
 
 
 def test_learning_check_ignores_steps_without_records():
-    assert learnt(ALIKE, ALIKE).nothing(3) == "", "the first may have learned"
+    assert summarize_gradients(ALIKE, ALIKE).nothing(3) == "", "the first may have learned"
 
 
 def test_learning_check_reports_equal_rewards_for_group_relative_advantages_only():
-    assert learnt(BY_THE_KL).alike() == "no group's rewards differed in 1 of 1 steps"
-    assert learnt(BY_THE_KL, compares_groups=False).alike() == learnt(BY_THE_KL, APART).alike() == ""
+    assert summarize_gradients(BY_THE_KL).alike() == "no group's rewards differed in 1 of 1 steps"
+    assert summarize_gradients(BY_THE_KL, compares_groups=False).alike() == summarize_gradients(BY_THE_KL, APART).alike() == ""
 
 
 @pytest.mark.parametrize(("config", "is_said"), [({"reward_funcs": ["one"]}, True), ({"reward_funcs": []}, False)])  # a teacher alone

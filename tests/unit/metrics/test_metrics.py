@@ -46,15 +46,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def metrics_in(folder, **settings):
+def make_logger(folder, **settings):
     return logger_in(folder, **{"console": Console(file=io.StringIO(), width=100)} | settings)
 
 
-def told_by(metrics):
+def read_console(metrics):
     return metrics._display.console.file.getvalue()
 
 
-def run(metrics, first, last, **stats):
+def log_steps(metrics, first, last, **stats):
     progress = Progress(step=first - 1, num_tokens=100 * (first - 1))
     if not metrics._started:
         metrics.start(progress)
@@ -64,94 +64,94 @@ def run(metrics, first, last, **stats):
     return progress
 
 
-def records(folder, name="metrics.jsonl"):
+def read_records(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def test_metrics_have_one_line_per_optimizer_step(tmp_path):
-    run(metrics_in(tmp_path), 1, 3)
-    told = [(record["step"], record["num_tokens"], record["reward"]) for record in records(tmp_path)]
+    log_steps(make_logger(tmp_path), 1, 3)
+    told = [(record["step"], record["num_tokens"], record["reward"]) for record in read_records(tmp_path)]
     assert told == [(1, 100, 0.1), (2, 200, 0.2), (3, 300, 0.3)]
-    assert [record["tokens_per_second"] for record in records(tmp_path)] == [400.0] * 3
+    assert [record["tokens_per_second"] for record in read_records(tmp_path)] == [400.0] * 3
     assert {path.name for path in tmp_path.iterdir()} - {display.NOW} == {"metrics.jsonl"}, (
         "plots are drawn where they are asked for, and at the end"
     )
 
 
 def test_metrics_after_resume_drop_records_of_repeated_steps(tmp_path):
-    run(metrics_in(tmp_path), 1, 5, kl=1.0)
-    run(metrics_in(tmp_path), 4, 6, kl=2.0)
-    assert [(record["step"], record["kl"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    log_steps(make_logger(tmp_path), 1, 5, kl=1.0)
+    log_steps(make_logger(tmp_path), 4, 6, kl=2.0)
+    assert [(record["step"], record["kl"]) for record in read_records(tmp_path)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
 
 
 def test_metrics_partial_last_line_is_dropped(tmp_path):
-    run(metrics_in(tmp_path), 1, 2)
+    log_steps(make_logger(tmp_path), 1, 2)
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3, "rew')
-    run(metrics_in(tmp_path), 3, 3)
-    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+    log_steps(make_logger(tmp_path), 3, 3)
+    assert [record["step"] for record in read_records(tmp_path)] == [1, 2, 3]
 
 
 def test_metrics_write_nan_as_null_and_numpy_numbers_as_json(tmp_path):
-    metrics = metrics_in(tmp_path)
+    metrics = make_logger(tmp_path)
     metrics.log(
         Progress(step=1),
         {"kl": float("nan"), "loss": float("inf"), "entropy": np.float32(0.5), "skipped_iterations": np.int64(7), "time/step": 1.0},
     )
-    [record] = records(tmp_path)
+    [record] = read_records(tmp_path)
     assert (record["kl"], record["loss"], record["entropy"], record["skipped_iterations"]) == (None, None, 0.5, 7)
 
 
 def test_metrics_of_other_ranks_are_not_written_or_printed(tmp_path):
-    metrics = metrics_in(tmp_path, rank=1, config={"save_steps": 1})
+    metrics = make_logger(tmp_path, rank=1, config={"save_steps": 1})
     metrics.open()
     metrics.start(Progress())
     metrics.skipped_step(Progress(step=1), {"why": "its gradient is not finite"}, ["rank 1, micro-batch 0: row 3"])
     metrics.evaluation(Progress(step=1), [evaluated(1.0)])
     metrics.print_line("WARNING: a line")
     metrics.close()
-    assert list(tmp_path.iterdir()) == [] and told_by(metrics) == ""
+    assert list(tmp_path.iterdir()) == [] and read_console(metrics) == ""
 
 
 def test_the_table_at_the_end_compares_the_first_and_the_last_evaluation_also_after_a_resume(tmp_path):
-    first = metrics_in(tmp_path)
+    first = make_logger(tmp_path)
     first.start(Progress())
     first.evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
-    progress = run(first, 1, 2)
+    progress = log_steps(first, 1, 2)
     first.evaluation(progress, [evaluated(0.5, mean_length=8.0)])
-    second = metrics_in(tmp_path)
-    progress = run(second, 3, 4)
+    second = make_logger(tmp_path)
+    progress = log_steps(second, 3, 4)
     second.evaluation(progress, [evaluated(0.75, mean_length=7.0)])
     second.close()
-    assert re.search(r"step 0 .*step 4 .*change", told_by(second))
-    assert re.search(r"mean@1 .*0\.25.*0\.75.*\+0\.5", told_by(second))
-    assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [0, 2, 4]
+    assert re.search(r"step 0 .*step 4 .*change", read_console(second))
+    assert re.search(r"mean@1 .*0\.25.*0\.75.*\+0\.5", read_console(second))
+    assert [record["step"] for record in read_records(tmp_path, "evaluations.jsonl")] == [0, 2, 4]
 
 
 def test_an_evaluation_repeated_at_the_same_step_replaces_the_first(tmp_path):
-    metrics = metrics_in(tmp_path)
+    metrics = make_logger(tmp_path)
     metrics.start(Progress(step=3))
     for accuracy in (0.1, 0.2):
         metrics.evaluation(Progress(step=3), [evaluated(accuracy)])
-    [record] = records(tmp_path, "evaluations.jsonl")
+    [record] = read_records(tmp_path, "evaluations.jsonl")
     assert (record["step"], record["mean@1"]) == (3, 0.2)
-    assert "Evaluation at step 3 (greedy)" in told_by(metrics)
+    assert "Evaluation at step 3 (greedy)" in read_console(metrics)
 
 
 def test_metrics_after_resume_keep_records_of_earlier_steps(tmp_path):
     for number, seconds in ((1, 1.0), (2, 1.0), (3, 1.0), (3, 2.0)):
-        metrics = metrics_in(tmp_path)
+        metrics = make_logger(tmp_path)
         metrics.start(Progress(step=number - 1))
         metrics.log(Progress(step=number), {"time/step": seconds})
-    assert [(record["step"], record["time/step"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 2)]
+    assert [(record["step"], record["time/step"]) for record in read_records(tmp_path)] == [(1, 1), (2, 1), (3, 2)]
 
 
 def test_evaluations_after_resume_drop_later_steps(tmp_path):
     for step in (2, 5, 3):
-        metrics = metrics_in(tmp_path)
+        metrics = make_logger(tmp_path)
         metrics.start(Progress(step=step))
         metrics.evaluation(Progress(step=step), [evaluated(step / 10)])
-    assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [2, 3]
+    assert [record["step"] for record in read_records(tmp_path, "evaluations.jsonl")] == [2, 3]
 
 
 def test_evaluation_score_is_in_records_and_plots_after_resume(tmp_path, monkeypatch):
@@ -159,12 +159,12 @@ def test_evaluation_score_is_in_records_and_plots_after_resume(tmp_path, monkeyp
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
-    first = metrics_in(tmp_path, total_steps=1)
+    first = make_logger(tmp_path, total_steps=1)
     first.start(Progress())
     first.evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
-    run(first, 1, 1)
-    assert "step 1/1  eval 0.25  reward 0.1" in told_by(first)
-    second = metrics_in(tmp_path)
+    log_steps(first, 1, 1)
+    assert "step 1/1  eval 0.25  reward 0.1" in read_console(first)
+    second = make_logger(tmp_path)
     second.start(Progress(step=1))
     second.evaluation(Progress(step=1), [evaluated(0.5, mean_length=8.0)])
     second.refresh_plots()
@@ -177,20 +177,20 @@ def test_evaluation_score_is_in_records_and_plots_after_resume(tmp_path, monkeyp
 )
 def test_the_table_at_the_end_compares_means_over_the_first_and_the_last_rollouts(tmp_path, steps, row):
     """Rewards of 0.1, 0.2, ...: half of them at either end, and ten at most."""
-    metrics = metrics_in(tmp_path)
-    run(metrics, 1, steps)
+    metrics = make_logger(tmp_path)
+    log_steps(metrics, 1, steps)
     metrics.close()
-    rows = [line.split() for line in told_by(metrics).splitlines() if "reward while training" in line]
+    rows = [line.split() for line in read_console(metrics).splitlines() if "reward while training" in line]
     assert [" ".join(word for word in words if word[-1].isdigit()) for words in rows] == ([row] if row else [])
 
 
 def test_final_table_omits_metrics_without_first_or_last_value(tmp_path):
-    metrics = metrics_in(tmp_path)
+    metrics = make_logger(tmp_path)
     metrics.start(Progress())
     for step, right in ((0, float("nan")), (1, 0.5)):
         metrics.evaluation(Progress(step=step), [evaluated(0.25, right=right)])
     metrics.close()
-    table = told_by(metrics).partition("Held-out prompts")[2]
+    table = read_console(metrics).partition("Held-out prompts")[2]
     assert "mean@1" in table and "right" not in table and not re.search(r"^\W*step\s+0\s+1\s", table, re.MULTILINE)
 
 
@@ -199,7 +199,7 @@ def test_reporter_init_has_first_step_and_settings(tmp_path, monkeypatch):
 
     begun, config = queue.Queue(), {"report_to": ["tensorboard"], "lr": 1.0}
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", begun.put)
-    metrics_in(tmp_path, config=config).start(Progress(step=6))
+    make_logger(tmp_path, config=config).start(Progress(step=6))
     assert begun.get(timeout=60) == reporters.ReporterInit(output_dir=tmp_path, config=config, first_step=7)
 
 
@@ -208,13 +208,13 @@ def test_repeated_evaluation_replaces_only_its_own_step(tmp_path, monkeypatch):
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
-    metrics = metrics_in(tmp_path)
+    metrics = make_logger(tmp_path)
     metrics.start(Progress(step=2))
     for step, length in ((2, 9.0), (3, 8.0), (3, 7.0)):
         metrics.evaluation(Progress(step=step), [evaluated(length)])
     metrics.refresh_plots()
     assert drawn == [{"eval": [(2, 9.0), (3, 7.0)]}]
-    assert [(line["step"], line["mean@1"]) for line in records(tmp_path, "evaluations.jsonl")] == [(2, 9.0), (3, 7.0)]
+    assert [(line["step"], line["mean@1"]) for line in read_records(tmp_path, "evaluations.jsonl")] == [(2, 9.0), (3, 7.0)]
 
 
 def test_jsonl_file_creates_its_folder(tmp_path):
@@ -222,24 +222,24 @@ def test_jsonl_file_creates_its_folder(tmp_path):
 
     for step in (1, 2):
         JsonlFile(tmp_path / "a" / "b" / "metrics.jsonl").append({"step": step})
-    assert records(tmp_path / "a" / "b") == [{"step": 1}, {"step": 2}]
+    assert read_records(tmp_path / "a" / "b") == [{"step": 1}, {"step": 2}]
 
 
 def test_pipe_output_has_periodic_plain_lines_and_the_last_step(tmp_path):
-    metrics = metrics_in(tmp_path, total_steps=50)
-    run(metrics, 1, 50)
-    lines = [line for line in told_by(metrics).splitlines() if line.startswith("step")]
+    metrics = make_logger(tmp_path, total_steps=50)
+    log_steps(metrics, 1, 50)
+    lines = [line for line in read_console(metrics).splitlines() if line.startswith("step")]
     assert len(lines) == 2 and lines[0].startswith("step 1/50  reward 0.1") and lines[1].startswith("step 50/50  reward 5")
-    assert "\x1b" not in told_by(metrics)
+    assert "\x1b" not in read_console(metrics)
 
 
 def test_terminal_shows_one_redrawn_line_with_warnings_above(tmp_path):
     console = Console(file=Terminal(), width=120, force_terminal=True, _environ={})
-    metrics = metrics_in(tmp_path, total_steps=4, console=console)
-    run(metrics, 1, 2)
+    metrics = make_logger(tmp_path, total_steps=4, console=console)
+    log_steps(metrics, 1, 2)
     logging.getLogger("megatron_grpo.somewhere").warning("that is [odd]")
     metrics.close()
-    told = told_by(metrics)
+    told = read_console(metrics)
     assert "2/4" in told and "s/step" in told and "left" in told
     assert "\x1b[2K" in told and "that is [odd]" in told
     assert logging.getLogger("megatron_grpo").handlers == []
@@ -248,10 +248,10 @@ def test_terminal_shows_one_redrawn_line_with_warnings_above(tmp_path):
 def test_plots_are_drawn_from_logged_metrics(tmp_path):
     from PIL import Image
 
-    metrics = metrics_in(tmp_path, config={"save_steps": 30})
+    metrics = make_logger(tmp_path, config={"save_steps": 30})
     metrics.start(Progress())
     metrics.evaluation(Progress(), [evaluated(0.2)])
-    run(metrics, 1, 30, entropy=0.5, **{"completions/mean_length": 3.0, "time/rollout": 0.1, "time/train": 0.2, "kl": float("nan")})
+    log_steps(metrics, 1, 30, entropy=0.5, **{"completions/mean_length": 3.0, "time/rollout": 0.1, "time/train": 0.2, "kl": float("nan")})
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["entropy.png", "length.png", "reward.png", "step_time.png"]
     for path in (tmp_path / "plots").iterdir():
         colors = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
@@ -263,8 +263,8 @@ def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypat
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
-    metrics = metrics_in(tmp_path, config={"save_steps": 1})
-    run(metrics, 1, 3)
+    metrics = make_logger(tmp_path, config={"save_steps": 1})
+    log_steps(metrics, 1, 3)
     [warning] = caplog.records
     assert "matplotlib is not installed (pip install 'megatron-grpo[plot]')" in warning.message
 
@@ -274,7 +274,7 @@ def test_reporter_that_is_not_installed_is_rejected_with_its_extra(tmp_path, mon
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'megatron-grpo[wandb]'")):
-        metrics_in(tmp_path, config={"report_to": ["wandb"]})
+        make_logger(tmp_path, config={"report_to": ["wandb"]})
 
 
 def test_an_unknown_service_is_an_error_that_suggests_the_nearest():
@@ -284,8 +284,8 @@ def test_an_unknown_service_is_an_error_that_suggests_the_nearest():
 
 def test_tensorboard_gets_the_finite_numbers_of_every_step(tmp_path):
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = metrics_in(tmp_path, config={"report_to": ["tensorboard"]})
-    progress = run(metrics, 1, 3, kl=float("nan"))
+    metrics = make_logger(tmp_path, config={"report_to": ["tensorboard"]})
+    progress = log_steps(metrics, 1, 3, kl=float("nan"))
     metrics.evaluation(progress, [evaluated(0.5)])
     metrics.close()
     events = loader.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -333,7 +333,7 @@ def test_timers_nested_block_is_subtracted_from_outer_block():
     assert taken.pop("time/step") == sum(taken.values()) <= time.perf_counter() - before
 
 
-def rollout_of_two(version=4, number=0):
+def make_rollout(version=4, number=0):
     """Two prompts, two completions each, two reward functions, one of which does not apply to the last completion."""
 
     def group(number, raw, lengths, rewards):
@@ -362,7 +362,7 @@ def rollout_of_two(version=4, number=0):
 def test_step_stats_cover_all_completions_of_all_rollouts():
     from dataclasses import replace
 
-    one = rollout_of_two()
+    one = make_rollout()
     other = replace(one, advantages=replace(one.advantages, rewards=one.advantages.rewards + 10), penalty=np.full((2, 2), 0.5))
     stats = rollout_stats([one, other], ["right", "short"])
     rewards = np.array([1.0, 1.0, 1.5, 1.0, 11.0, 11.0, 11.5, 11.0])
@@ -371,7 +371,7 @@ def test_step_stats_cover_all_completions_of_all_rollouts():
 
 
 def test_rollout_stats_by_hand():
-    stats = rollout_stats([rollout_of_two()], ["right", "short"])
+    stats = rollout_stats([make_rollout()], ["right", "short"])
     assert stats == pytest.approx({
         "reward": 4.5 / 4, "reward_std": 0.25, "rewards/right/mean": 0.75, "rewards/right/std": 0.5,
         "rewards/short/mean": 0.5, "rewards/short/std": 0.5, "frac_reward_zero_std": 0.5, "completions/mean_length": 2.5,
@@ -384,7 +384,7 @@ def test_completions_are_a_table_with_a_row_each(tmp_path):
 
     told = []
     writer = Completions(tmp_path, reward_names=["right", "short"], write_table=lambda version, table: told.append(table))
-    path = writer.write(rollout_of_two(version=4, number=9))
+    path = writer.write(make_rollout(version=4, number=9))
     assert path == tmp_path / "completions" / "step_000004.parquet"
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert len(rows) == 4
@@ -401,7 +401,7 @@ def test_completions_are_a_table_with_a_row_each(tmp_path):
 def test_completions_of_rollouts_with_equal_version_are_separate_files(tmp_path):
     writer = Completions(tmp_path, reward_names=["right", "short"])
     names = ["step_000000.parquet", "step_000001.parquet", "step_000001_1.parquet", "step_000002.parquet"]
-    assert [writer.write(rollout_of_two(version, rollout)).name for rollout, version in enumerate((0, 1, 1, 2))] == names
+    assert [writer.write(make_rollout(version, rollout)).name for rollout, version in enumerate((0, 1, 1, 2))] == names
     assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == names
     writer.start(Progress(step=1))
     assert [path.name for path in (tmp_path / "completions").iterdir()] == names[:1]
@@ -410,7 +410,7 @@ def test_completions_of_rollouts_with_equal_version_are_separate_files(tmp_path)
 def test_a_rollout_of_one_group_is_a_table_too(tmp_path):
     import pyarrow.parquet
 
-    both = rollout_of_two()
+    both = make_rollout()
     path = Completions(tmp_path, reward_names=["right", "short"]).write(replace(both, local_groups={0: both.local_groups[0]}))
     assert [row["completion"] for row in pyarrow.parquet.read_table(path).to_pylist()] == ["xx", "xxxx"]
 
@@ -422,7 +422,7 @@ def test_completions_are_written_once_per_node(tmp_path):
         from megatron_grpo.core.metadata import Progress
         from megatron_grpo.core.parallel import collectives
 
-        told, both = [], rollout_of_two()
+        told, both = [], make_rollout()
         where = collectives.node(f"machine {rank // 2}")
         writer = Completions(folder, reward_names=["right", "short"], rank=rank, node=where, write_table=lambda *given: told.append(given))
         writer.start(Progress())
@@ -445,7 +445,7 @@ def test_completions_nodes_above_limit_alternate(tmp_path):
     wrote = {}
     for number in range(5):
         writer = Completions(tmp_path, reward_names=["right", "short"], interval=2, node=Node(number=number, count=5), most_nodes=2)
-        wrote[number] = [rollout for rollout in range(0, 12, 2) if writer.write(rollout_of_two(rollout, rollout))]
+        wrote[number] = [rollout for rollout in range(0, 12, 2) if writer.write(make_rollout(rollout, rollout))]
     assert [sorted(node for node in wrote if rollout in wrote[node]) for rollout in range(0, 12, 2)] == [
         [0, 1], [2, 3], [0, 4], [1, 2], [3, 4], [0, 1]
     ]  # fmt: skip
@@ -455,7 +455,7 @@ def test_completions_after_resume_remove_node_files_and_keep_user_files(tmp_path
     from megatron_grpo.core.parallel.collectives import Node
 
     for version in (1, 2, 3):
-        Completions(tmp_path, reward_names=["right", "short"], node=Node(number=7, count=9)).write(rollout_of_two(version, version))
+        Completions(tmp_path, reward_names=["right", "short"], node=Node(number=7, count=9)).write(make_rollout(version, version))
     folder = tmp_path / "completions"
     (folder / "step_000003" / "notes.txt").write_text("mine")
     Completions(tmp_path, reward_names=["right", "short"]).start(Progress(step=2))
@@ -504,7 +504,7 @@ def test_jsonl_file_with_missing_steps_is_reported(tmp_path, caplog, steps, has_
 def test_completions_are_written_at_the_interval(tmp_path):
     for every, expected in ((0, []), (2, [0, 2])):
         writer = Completions(tmp_path / str(every), reward_names=["right", "short"], interval=every)
-        assert [rollout for rollout in range(4) if writer.write(rollout_of_two(rollout, rollout))] == expected
+        assert [rollout for rollout in range(4) if writer.write(make_rollout(rollout, rollout))] == expected
 
 
 # ---- what goes on just now --------------------------------------------------------------------------------------------------------------
@@ -561,28 +561,28 @@ def test_timers_block_is_also_a_phase():
 def test_pipe_output_reports_long_phases_periodically(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_SIGNS", 0.05)
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
-    metrics = metrics_in(tmp_path, total_steps=9)
+    metrics = make_logger(tmp_path, total_steps=9)
     metrics.open()
     with activity.phase("loading weights", total=8, unit="tensors"):
-        wait_until(lambda: told_by(metrics).count("loading weights 0 of 8 tensors") >= 2)
+        wait_until(lambda: read_console(metrics).count("loading weights 0 of 8 tensors") >= 2)
     metrics.start(Progress(step=3))
     with activity.phase("reward"):
-        wait_until(lambda: "step 3/9  scoring rewards" in told_by(metrics))
+        wait_until(lambda: "step 3/9  scoring rewards" in read_console(metrics))
     metrics.close()
-    told = told_by(metrics)
+    told = read_console(metrics)
     time.sleep(0.2)  # in which it would have told four times
-    assert told_by(metrics) == told, "nothing is told after the end"
+    assert read_console(metrics) == told, "nothing is told after the end"
 
 
 def test_terminal_truncates_long_phase_text(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
     console = Console(file=Terminal(), width=80, force_terminal=True, _environ={})
-    metrics = metrics_in(tmp_path, total_steps=4, console=console)
-    run(metrics, 1, 2)
+    metrics = make_logger(tmp_path, total_steps=4, console=console)
+    log_steps(metrics, 1, 2)
     with activity.phase("sampling", total=1000, unit="completions " + "and so on " * 5 + "of a rather long kind"):
-        wait_until(lambda: "sampl" in told_by(metrics))
+        wait_until(lambda: "sampl" in read_console(metrics))
     metrics.close()
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told_by(metrics))
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", read_console(metrics))
     assert "rather long" not in plain and "s/step" in plain
 
 
@@ -623,8 +623,8 @@ def test_the_time_left_follows_the_last_20_steps_and_is_not_shown_after_the_last
 
 def test_status_file_is_updated_while_running_and_removed_at_end(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
-    metrics = metrics_in(tmp_path, total_steps=4)
-    run(metrics, 1, 2)
+    metrics = make_logger(tmp_path, total_steps=4)
+    log_steps(metrics, 1, 2)
     with activity.phase("rollout", total=8, unit="completions"):
         metrics._display._wrote_now = float("-inf")
         wait_until(lambda: (tmp_path / display.NOW).exists() and "sampling 0 of 8" in (tmp_path / display.NOW).read_text())
@@ -635,14 +635,14 @@ def test_status_file_is_updated_while_running_and_removed_at_end(tmp_path, monke
 
 
 def test_forced_colors_do_not_redraw_line_in_a_file(tmp_path):
-    metrics = metrics_in(tmp_path, total_steps=4, console=Console(file=io.StringIO(), width=100, _environ={"FORCE_COLOR": "1"}))
-    run(metrics, 1, 2)
+    metrics = make_logger(tmp_path, total_steps=4, console=Console(file=io.StringIO(), width=100, _environ={"FORCE_COLOR": "1"}))
+    log_steps(metrics, 1, 2)
     metrics.close()
-    assert "\x1b[2K" not in told_by(metrics) and "step 1/4" in told_by(metrics)
+    assert "\x1b[2K" not in read_console(metrics) and "step 1/4" in read_console(metrics)
 
 
 def test_fork_in_reward_during_drawing_does_not_deadlock(tmp_path):
-    metrics = metrics_in(tmp_path, console=Console(file=Terminal(), width=100, force_terminal=True, _environ={}))
+    metrics = make_logger(tmp_path, console=Console(file=Terminal(), width=100, force_terminal=True, _environ={}))
     metrics.open()
     for _ in range(20):
         child = os.fork()
@@ -672,10 +672,10 @@ def test_final_summary_shows_time_per_phase():
 
 def test_final_summary_is_printed_for_successful_run_only(tmp_path):
     for summary in (True, False):
-        metrics = metrics_in(tmp_path)
-        run(metrics, 1, 1)
+        metrics = make_logger(tmp_path)
+        log_steps(metrics, 1, 1)
         metrics.close(summary=summary)
-        assert ("Where the time went" in told_by(metrics)) == summary
+        assert ("Where the time went" in read_console(metrics)) == summary
 
 
 @pytest.mark.parametrize(
@@ -709,7 +709,7 @@ def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
 
 def test_events_record_warnings_resumes_and_skipped_steps_across_resume(tmp_path):
     activity.report_step(0)
-    first = metrics_in(tmp_path)
+    first = make_logger(tmp_path)
     first.open()
     logging.getLogger("megatron_grpo.somewhere").warning("%d rows are %s", 3, "lost")
     first.print_line("WARNING: rewards are all alike")
@@ -717,28 +717,28 @@ def test_events_record_warnings_resumes_and_skipped_steps_across_resume(tmp_path
     first.close()
     with (tmp_path / "events.jsonl").open("a") as stream:
         stream.write('{"step": 3, "ki')  # a kill
-    second = metrics_in(tmp_path)
+    second = make_logger(tmp_path)
     second.open()
     activity.report_step(2)
     second.start(Progress(step=2))
     second.record_event("skipped", "Optimizer step 3 was skipped: why.")
     second.close()
     logging.getLogger("megatron_grpo.somewhere").warning("after the run")
-    told = [(record["step"], record["kind"], record["text"]) for record in records(tmp_path, "events.jsonl")]
+    told = [(record["step"], record["kind"], record["text"]) for record in read_records(tmp_path, "events.jsonl")]
     assert told == [
         (0, "warning", "3 rows are lost"),
         (0, "warning", "rewards are all alike"),
         (2, "resumed", "The run resumed after optimizer step 2."),
         (2, "skipped", "Optimizer step 3 was skipped: why."),
     ]
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["time"]) for record in records(tmp_path, "events.jsonl"))
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["time"]) for record in read_records(tmp_path, "events.jsonl"))
 
 
 def test_events_file_that_cannot_be_written_gives_one_warning(tmp_path, caplog):
     (tmp_path / "events.jsonl").mkdir()
-    metrics = metrics_in(tmp_path)
+    metrics = make_logger(tmp_path)
     metrics.open()
     for _ in range(3):
         metrics.print_line("WARNING: something")
     metrics.close()
-    assert told_by(metrics).count("events.jsonl failed") == 1 and "WARNING: something" in told_by(metrics)
+    assert read_console(metrics).count("events.jsonl failed") == 1 and "WARNING: something" in read_console(metrics)

@@ -27,18 +27,18 @@ def run(tmp_path):
     return folder
 
 
-def trained(**values):
+def make_config(**values):
     return Config().with_values({"model": "Qwen/Qwen3-0.6B", "dataset": "openai/gsm8k:main", "reward_funcs": ["accuracy"]} | values)
 
 
-def written(run, tmp_path, kind="model", step=None, **values):
-    write_card(run / "hf", ModelCard(kind=kind, cfg=trained(**values), source=tmp_path, run=run, step=step))
+def write_and_read_card(run, tmp_path, kind="model", step=None, **values):
+    write_card(run / "hf", ModelCard(kind=kind, cfg=make_config(**values), source=tmp_path, run=run, step=step))
     text = (run / "hf" / "README.md").read_text()
     return yaml.safe_load(text.split("---")[1]), text
 
 
 def test_model_card_describes_model_and_training(run, tmp_path):
-    front, text = written(run, tmp_path, lr=3e-6, num_generations=4)
+    front, text = write_and_read_card(run, tmp_path, lr=3e-6, num_generations=4)
     assert front == {
         "library_name": "transformers", "pipeline_tag": "text-generation", "base_model": "Qwen/Qwen3-0.6B",
         "datasets": ["openai/gsm8k"], "tags": ["grpo", "megatron-grpo"],
@@ -54,25 +54,25 @@ def test_model_card_curves_end_at_the_exported_step(run, tmp_path):
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    _, text = written(run, tmp_path, step=2)
+    _, text = write_and_read_card(run, tmp_path, step=2)
     assert "![reward, KL and length" in text and "| optimizer steps | 2 |" in text and "0.1, 0.2 |" in text
     assert Image.open(run / "hf" / "training.png").width > 1000  # reward and length side by side; nobody measured a KL
 
 
 def test_model_card_without_run_has_no_curves(tmp_path):
-    write_card(tmp_path, ModelCard(cfg=trained(), source=tmp_path))
+    write_card(tmp_path, ModelCard(cfg=make_config(), source=tmp_path))
     assert "![" not in (tmp_path / "README.md").read_text() and not (tmp_path / "training.png").exists()
 
 
 def test_model_card_of_adapter_names_peft_and_base_model(run, tmp_path):
-    front, text = written(run, tmp_path, kind="adapter", tuner_type="lora")
+    front, text = write_and_read_card(run, tmp_path, kind="adapter", tuner_type="lora")
     assert (front["library_name"], front["tags"]) == ("peft", ["grpo", "megatron-grpo", "lora"])
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), "hf")' in text
 
 
 def test_model_card_license_is_that_of_the_base_model(run, tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Qwen\n")
-    assert written(run, tmp_path)[0]["license"] == "apache-2.0"
+    assert write_and_read_card(run, tmp_path)[0]["license"] == "apache-2.0"
     for text in ("# no front matter", "---\nlicense: [a, b]\n---\n", "---\n- a\n---\n", "---\n: : :\n---", "---", ""):
         (tmp_path / "README.md").write_text(text)
         assert read_license(tmp_path) is None
@@ -85,7 +85,7 @@ def test_model_card_contains_no_local_path_and_no_secret(run, tmp_path):
     lists = {setting.name: [place] for setting in table().values() if setting.kind == "str" and setting.is_list and not setting.choices}
     values = texts | lists | {"llm_judge_url": f"https://user:{KEY}@judge/v1", "llm_judge_model": KEY, "llm_judge_api_key_env": "MY_KEY",
                               "reward_funcs": [f"{place}/mine.py:right"], "vllm_server_base_url": ["http://node17:8000"]}  # fmt: skip
-    _, text = written(run, tmp_path, **values)
+    _, text = write_and_read_card(run, tmp_path, **values)
     for secret in (KEY, "secret place", str(tmp_path), "node17", "MY_KEY", os.path.expanduser("~") + "/"):
         assert secret not in text, secret
     assert "mine.py:right" in text
@@ -107,5 +107,5 @@ def test_model_card_base_from_hub_cache_has_hub_name():
 
 
 def test_model_card_that_cannot_be_written_gives_a_warning(run, tmp_path, caplog):
-    describe(run / "nowhere", ModelCard(cfg=trained(), source=tmp_path))
+    describe(run / "nowhere", ModelCard(cfg=make_config(), source=tmp_path))
     assert "the model card in" in caplog.text and "the run continues without it" in caplog.text

@@ -209,7 +209,7 @@ def test_wandb_like_reporters_receive_project_name_settings_steps_and_tables(tmp
 # ---- the real ones ---------------------------------------------------------------------------------------------------------------------
 
 
-def needs(name):
+def skip_without(name):
     absent = importlib.util.find_spec(name) is None
     return pytest.mark.skipif(absent, reason=f"{name} is not installed (pip install 'megatron-grpo[{name}]')")
 
@@ -222,7 +222,7 @@ def alone(tmp_path, monkeypatch):
     return tmp_path
 
 
-@needs("wandb")
+@skip_without("wandb")
 def test_wandb_offline(alone, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
     two_steps(alone / "run", "wandb", run_name="mine", project="ours")
@@ -236,7 +236,7 @@ def test_wandb_offline(alone, monkeypatch, caplog):
     assert tables[0]["data"] == [["1+1=", "2", 1.0], ["2+2=", "five", None]]
 
 
-@needs("wandb")
+@skip_without("wandb")
 def test_wandb_without_network_does_not_block_run_or_process_exit(alone):
     program = f"""
 from pathlib import Path
@@ -255,7 +255,7 @@ two_steps(Path({str(alone)!r}) / "run", "wandb")
     assert (finish_reason.stdout + finish_reason.stderr).count("wandb failed, and the run continues without it") == 1
 
 
-@needs("mlflow")
+@skip_without("mlflow")
 def test_mlflow_in_files(alone, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{alone}/mlflow.db")
     monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 120.0)  # it makes its tables first
@@ -270,7 +270,7 @@ def test_mlflow_in_files(alone, monkeypatch, caplog):
     assert table["completion"].tolist() == ["2", "five"]
 
 
-@needs("mlflow")
+@skip_without("mlflow")
 def test_mlflow_without_server_does_not_end_the_run(alone, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 3.0)
@@ -278,7 +278,7 @@ def test_mlflow_without_server_does_not_end_the_run(alone, monkeypatch, caplog):
     assert caplog.text.count("mlflow failed, and the run continues without it") == 1
 
 
-@needs("swanlab")
+@skip_without("swanlab")
 def test_swanlab_offline(alone, monkeypatch, caplog):
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     two_steps(alone / "run", "swanlab", run_name="mine", project="ours")
@@ -293,7 +293,7 @@ two_steps(Path("run"), "trackio", run_name="mine", project="ours")
 """
 
 
-@needs("trackio")
+@skip_without("trackio")
 @pytest.mark.parametrize("named", [None, "elsewhere"])
 def test_trackio_writes_into_output_dir_unless_trackio_dir_names_another_directory(alone, named):
     """In a process of its own, as trackio reads TRACKIO_DIR once, at its import."""

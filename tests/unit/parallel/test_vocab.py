@@ -21,7 +21,7 @@ POSITIONS, HIDDEN, VOCAB, PADDED = 13, 8, 37, 48  # 11 rows of padding, so that 
 TEMPERATURE = 0.7
 
 
-def make(dtype=torch.float64):
+def make_tensors(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(POSITIONS, HIDDEN, dtype=torch.float64, generator=generator).to(dtype)
     weight = torch.randn(PADDED, HIDDEN, dtype=torch.float64, generator=generator).to(dtype)
@@ -30,7 +30,7 @@ def make(dtype=torch.float64):
     return hidden, weight, targets, grads
 
 
-def expected(hidden, weight, targets, grads, with_entropy):
+def compute_expected(hidden, weight, targets, grads, with_entropy):
     """By torch, in float64: log-probs, entropy, and the gradients of (grads . outputs)."""
     hidden, weight = (tensor.detach().double().clone().requires_grad_() for tensor in (hidden, weight))
     log_softmax = torch.log_softmax(hidden @ weight[:VOCAB].t() / TEMPERATURE, dim=-1)
@@ -41,7 +41,7 @@ def expected(hidden, weight, targets, grads, with_entropy):
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, vocab_mask=None):
+def compute_on_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, vocab_mask=None):
     """One tensor-parallel rank's answer: (logprobs, entropy, partial grad of hidden summed over ranks, grad of its rows)."""
     import torch.distributed as dist
 
@@ -74,16 +74,16 @@ def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_vocab_logprobs_equal_log_softmax_at_every_tensor_parallel_size(world_size):
-    tensors = make()
+    tensors = make_tensors()
 
     def every_variant(rank, world_size):
         variants = [(with_entropy, chunk) for with_entropy in (False, True) for chunk in (1, 5, 64)]
-        return [on_a_shard(rank, world_size, tensors, *variant) for variant in variants]
+        return [compute_on_shard(rank, world_size, tensors, *variant) for variant in variants]
 
     by_rank = run_ranks(every_variant, world_size) if world_size > 1 else [every_variant(0, 1)]
     for number, answers in enumerate(zip(*by_rank, strict=True)):
         with_entropy = number >= 3
-        logprobs, entropy, grad_hidden, grad_weight = expected(*tensors, with_entropy)
+        logprobs, entropy, grad_hidden, grad_weight = compute_expected(*tensors, with_entropy)
         for found in answers:
             torch.testing.assert_close(found[0], logprobs, rtol=0, atol=1e-13)
             assert (found[1] is None) is not with_entropy
@@ -93,16 +93,16 @@ def test_vocab_logprobs_equal_log_softmax_at_every_tensor_parallel_size(world_si
         torch.testing.assert_close(torch.cat([found[3] for found in answers]), grad_weight, rtol=0, atol=1e-12)
 
 
-def right(grads, chunk, logprobs):
+def compute_right_slope(grads, chunk, logprobs):
     """The slope of the loss of `on_a_shard`."""
     return grads[chunk].to(logprobs.dtype)
 
 
-def wrong(grads, chunk, logprobs):
-    return right(grads, chunk, logprobs) * (1 + 1e-6)
+def compute_wrong_slope(grads, chunk, logprobs):
+    return compute_right_slope(grads, chunk, logprobs) * (1 + 1e-6)
 
 
-def recomputed(answer, *arguments):
+def count_recomputed_chunks(answer, *arguments):
     """(how many chunks' logits the backward made again, the answer)."""
     with mock.patch.object(vocab, "_again", wraps=vocab._again) as again:
         found = answer(*arguments)
@@ -112,16 +112,21 @@ def recomputed(answer, *arguments):
 @pytest.mark.parametrize("world_size", [1, 2, 6])
 def test_gradients_made_in_the_forward_are_those_of_the_backward_and_a_wrong_slope_changes_none(world_size):
     """On 6 shards the last holds no word. What asks for the entropy's gradient too is not to be had in the forward."""
-    tensors = make()
-    variants = [(False, 5, right), (False, 64, right), (False, 5, wrong), (True, 5, right)]
+    tensors = make_tensors()
+    variants = [
+        (False, 5, compute_right_slope),
+        (False, 64, compute_right_slope),
+        (False, 5, compute_wrong_slope),
+        (True, 5, compute_right_slope),
+    ]
 
     def every_variant(rank, world_size):
-        return [recomputed(on_a_shard, rank, world_size, tensors, *variant) for variant in variants]
+        return [count_recomputed_chunks(compute_on_shard, rank, world_size, tensors, *variant) for variant in variants]
 
     by_rank = run_ranks(every_variant, world_size) if world_size > 1 else [every_variant(0, 1)]
     for variant, answers in zip(variants, zip(*by_rank, strict=True), strict=True):
-        assert [again for again, _ in answers] == [0 if variant[0] is False and variant[2] is right else 1] * world_size
-        logprobs, _, grad_hidden, grad_weight = expected(*tensors, variant[0])
+        assert [again for again, _ in answers] == [0 if variant[0] is False and variant[2] is compute_right_slope else 1] * world_size
+        logprobs, _, grad_hidden, grad_weight = compute_expected(*tensors, variant[0])
         for _, found in answers:
             torch.testing.assert_close(found[0], logprobs, rtol=0, atol=1e-13)
             torch.testing.assert_close(found[2], grad_hidden, rtol=0, atol=1e-12)
@@ -130,18 +135,18 @@ def test_gradients_made_in_the_forward_are_those_of_the_backward_and_a_wrong_slo
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
 def test_gradients_made_in_the_forward_are_as_good_in_coarser_numbers(dtype, bound):
-    tensors = make(dtype)
-    again, found = recomputed(on_a_shard, 0, 1, tensors, False, 5, right)
+    tensors = make_tensors(dtype)
+    again, found = count_recomputed_chunks(compute_on_shard, 0, 1, tensors, False, 5, compute_right_slope)
     assert again == 0 and found[2].dtype == found[3].dtype == dtype
-    for value, wanted in zip(found[2:], expected(*tensors, False)[2:], strict=True):
+    for value, wanted in zip(found[2:], compute_expected(*tensors, False)[2:], strict=True):
         assert (value.double() - wanted).norm() <= bound * wanted.norm()
 
 
 def test_vocab_logprobs_ignore_shard_of_padding():
     """37 words on 6 shards of 8 rows: the last shard holds rows 40 to 47, none of them a word."""
-    tensors = make()
-    by_rank = run_ranks(lambda rank, size: on_a_shard(rank, size, tensors, True, 5), 6)
-    logprobs, entropy, grad_hidden, grad_weight = expected(*tensors, True)
+    tensors = make_tensors()
+    by_rank = run_ranks(lambda rank, size: compute_on_shard(rank, size, tensors, True, 5), 6)
+    logprobs, entropy, grad_hidden, grad_weight = compute_expected(*tensors, True)
     for found in by_rank:
         torch.testing.assert_close(found[0], logprobs, rtol=0, atol=1e-13)
         torch.testing.assert_close(found[1], entropy, rtol=0, atol=1e-13)
@@ -151,7 +156,7 @@ def test_vocab_logprobs_ignore_shard_of_padding():
 
 
 def test_gradcheck_of_both_outputs():
-    hidden, weight, targets, _ = make()
+    hidden, weight, targets, _ = make_tensors()
     hidden, weight = hidden[:4].requires_grad_(), weight[:10].requires_grad_()
 
     def both(hidden, weight):
@@ -161,17 +166,17 @@ def test_gradcheck_of_both_outputs():
 
 
 def test_vocab_logprobs_in_float32_are_within_rounding_of_float64():
-    tensors = make(torch.float32)
-    found = on_a_shard(0, 1, tensors, True, 5)
+    tensors = make_tensors(torch.float32)
+    found = compute_on_shard(0, 1, tensors, True, 5)
     assert found[0].dtype == found[1].dtype == torch.float32
-    for value, right in zip(found, expected(*tensors, True), strict=True):
+    for value, right in zip(found, compute_expected(*tensors, True), strict=True):
         assert (value.double() - right).norm() <= 1e-6 * right.norm()
 
 
 def test_bfloat16_inputs_give_float32_log_probs_and_bfloat16_gradients():
-    tensors = make(torch.bfloat16)
-    found = on_a_shard(0, 1, tensors, True, 5)
-    logprobs, entropy, grad_hidden, grad_weight = expected(*tensors, True)
+    tensors = make_tensors(torch.bfloat16)
+    found = compute_on_shard(0, 1, tensors, True, 5)
+    logprobs, entropy, grad_hidden, grad_weight = compute_expected(*tensors, True)
     assert [value.dtype for value in found] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
     # The logits are bfloat16 products: up to 16, rounded to within 1/32, then divided by 0.7, twice (target, maximum). Nothing after is.
     assert (found[0].double() - logprobs).abs().max() < 2 / 32 / TEMPERATURE
@@ -180,7 +185,7 @@ def test_bfloat16_inputs_give_float32_log_probs_and_bfloat16_gradients():
 
 
 def test_a_frozen_output_layer_gets_no_gradient():
-    hidden, weight, targets, _ = make()
+    hidden, weight, targets, _ = make_tensors()
     hidden.requires_grad_()
     linear_logprobs(hidden, weight, targets, temperature=1.0).logprobs.sum().backward()
     assert weight.grad is None and hidden.grad.norm() > 0
@@ -191,7 +196,7 @@ def test_a_frozen_output_layer_gets_no_gradient():
 
 
 def test_vocab_logprobs_of_no_positions_still_give_weight_gradient():
-    hidden, weight, targets, _ = make()
+    hidden, weight, targets, _ = make_tensors()
     weight.requires_grad_()
     scores = linear_logprobs(hidden[:0], weight, targets[:0], temperature=1.0, with_entropy=True)
     (scores.logprobs.sum() + scores.entropy.sum()).backward()
@@ -200,9 +205,9 @@ def test_vocab_logprobs_of_no_positions_still_give_weight_gradient():
 
 
 def test_vocab_logprobs_of_large_logits_are_finite():
-    hidden, weight, targets, _ = make(torch.float32)
+    hidden, weight, targets, _ = make_tensors(torch.float32)
     scores = linear_logprobs(hidden * 1e3, weight, targets, temperature=TEMPERATURE, num_valid_rows=VOCAB, with_entropy=True)
-    right = expected(hidden * 1e3, weight, targets, torch.ones(2, POSITIONS), False)[0]
+    right = compute_expected(hidden * 1e3, weight, targets, torch.ones(2, POSITIONS), False)[0]
     torch.testing.assert_close(scores.logprobs.double(), right, rtol=1e-5, atol=1e-3)
     assert scores.entropy.isfinite().all()
 
@@ -287,7 +292,7 @@ class TestSamplingMask:
 
     def kept(self):
         generator = torch.Generator().manual_seed(1)
-        targets = make()[2]
+        targets = make_tensors()[2]
         words = [
             torch.cat([target[None], torch.randint(0, VOCAB, (n % 6,), generator=generator)]).unique() for n, target in enumerate(targets)
         ]
@@ -315,10 +320,10 @@ class TestSamplingMask:
     @pytest.mark.parametrize("world_size", [1, 2, 6])
     def test_masked_vocab_logprobs_equal_softmax_over_mask(self, world_size):
         """Some shards have none of a position's words, and the last of six has no word at all."""
-        tensors, kept = make(), self.kept()
+        tensors, kept = make_tensors(), self.kept()
 
         def both_chunks(rank, world_size):
-            return [on_a_shard(rank, world_size, tensors, True, chunk, vocab_mask=kept) for chunk in (5, 64)]
+            return [compute_on_shard(rank, world_size, tensors, True, chunk, vocab_mask=kept) for chunk in (5, 64)]
 
         by_rank = run_ranks(both_chunks, world_size) if world_size > 1 else [both_chunks(0, 1)]
         right = self.expected(tensors, kept)
@@ -329,15 +334,15 @@ class TestSamplingMask:
             torch.testing.assert_close(torch.cat([found[3] for found in answers]), right[3], rtol=0, atol=1e-12)
 
     def test_gradients_made_in_the_forward_are_those_of_the_backward(self):
-        tensors, kept = make(), self.kept()
-        again, found = recomputed(partial(on_a_shard, vocab_mask=kept), 0, 1, tensors, False, 5, right)
+        tensors, kept = make_tensors(), self.kept()
+        again, found = count_recomputed_chunks(partial(compute_on_shard, vocab_mask=kept), 0, 1, tensors, False, 5, compute_right_slope)
         wanted = self.expected((*tensors[:3], torch.stack([tensors[3][0], torch.zeros(POSITIONS)])), kept)
         assert again == 0
         for value, one in ((found[0], wanted[0]), *zip(found[2:], wanted[2:], strict=True)):
             torch.testing.assert_close(value, one, rtol=0, atol=1e-12)
 
     def test_gradcheck(self):
-        hidden, weight, targets, _ = make()
+        hidden, weight, targets, _ = make_tensors()
         kept = vocab.SamplingMaskTensors.from_offsets(
             np.array([0, 3, 3, 4]), np.array([targets[0], 2, 30, targets[2]]), torch.device("cpu")
         )

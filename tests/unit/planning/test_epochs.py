@@ -18,22 +18,22 @@ from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 
 
-def planned(words: str, rows: int | None) -> Plan:
+def make_run_plan(words: str, rows: int | None) -> Plan:
     return make_plan(schedule_run(check(words.split()), rows))
 
 
-def refusal(words: str, rows: int) -> str:
+def catch_error(words: str, rows: int) -> str:
     with pytest.raises(ConfigError) as error:
-        planned(words, rows)
+        make_run_plan(words, rows)
     return str(error.value)
 
 
-def object_of(made: Plan) -> dict:
+def load_plan_json(made: Plan) -> dict:
     """Of plan --json."""
     return json.loads(made.as_json())
 
 
-def steps_of(schedule: TrainingSchedule) -> list[int]:
+def list_steps(schedule: TrainingSchedule) -> list[int]:
     """The optimizer step of each micro-step of the run."""
     assert schedule.num_steps is not None
     return [schedule.find_step(s) for s in range(schedule.find_first_micro_step(schedule.num_steps))]
@@ -42,7 +42,7 @@ def steps_of(schedule: TrainingSchedule) -> list[int]:
 # ---- TRL ---------------------------------------------------------------------------------------------------------------------------------
 
 
-def steps_of_trl(tmp_path, rows: int, words: dict[str, float]) -> tuple[list[int], list[float]]:
+def list_steps_of_trl(tmp_path, rows: int, words: dict[str, float]) -> tuple[list[int], list[float]]:
     """(optimizer step of each micro-step, learning rates) of transformers' Trainer with the sampler and the loader of TRL's."""
     pytest.importorskip("trl", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")
     import torch
@@ -90,9 +90,9 @@ def test_epoch_micro_steps_belong_to_same_optimizer_steps_as_in_trl(tmp_path, ca
     rows, group, size, a, window, passes, epochs, most = case
     words = {"num_generations": group, "per_device_train_batch_size": size, "gradient_accumulation_steps": a, "num_iterations": passes,
              "steps_per_generation": window, "num_train_epochs": epochs, "max_steps": most, "learning_rate": 1e-3}  # fmt: skip
-    theirs, rates = steps_of_trl(tmp_path, rows, words)
-    made = planned("--dialect trl " + " ".join(f"--{name} {value}" for name, value in words.items()), rows)
-    assert steps_of(made.schedule) == theirs
+    theirs, rates = list_steps_of_trl(tmp_path, rows, words)
+    made = make_run_plan("--dialect trl " + " ".join(f"--{name} {value}" for name, value in words.items()), rows)
+    assert list_steps(made.schedule) == theirs
     num_steps, optimizer = made.schedule.num_steps, made.checked.config.optimizer
     course = make_lr_schedule(optimizer, num_steps)
     assert rates == pytest.approx([1e-3 * (1 - step / course.decay) for step in range(num_steps)])
@@ -100,8 +100,8 @@ def test_epoch_micro_steps_belong_to_same_optimizer_steps_as_in_trl(tmp_path, ca
 
 def test_epoch_rest_dropped_by_trl_is_reported_in_plan():
     words = "--dialect trl --per_device_train_batch_size 4 --gradient_accumulation_steps 3 --steps_per_generation 2 --num_generations 4 "
-    made, told = planned(f"{words} --num_train_epochs 3 --plan_rollouts 4", 9), io.StringIO()
-    found = object_of(made)
+    made, told = make_run_plan(f"{words} --num_train_epochs 3 --plan_rollouts 4", 9), io.StringIO()
+    found = load_plan_json(made)
     assert found["epochs"] == {
         "prompts": 8, "dropped_prompts": 1, "optimizer_steps": 3, "micro_steps_of_last_step": 2, "ends_after_steps": [3, 6, 9]}  # fmt: skip
     assert [row["optimizer_step"] for row in found["timetable"]] == [0, 0, 0, 1, 1, 1, 2, 2]
@@ -118,23 +118,23 @@ def test_epoch_rest_dropped_by_trl_is_reported_in_plan():
     assert [place for place, line in enumerate(figure) if "end of epoch 0" in line] == [2 + 7]
     assert figure[-1].startswith("└ ") and max(map(len, figure)) <= 100
     unshuffled = io.StringIO()
-    print_report(planned(f"{words} --shuffle_dataset false", 9), file=unshuffled)
+    print_report(make_run_plan(f"{words} --shuffle_dataset false", 9), file=unshuffled)
     assert "always the last ones" in " ".join(unshuffled.getvalue().split())
 
 
 def test_epoch_with_streaming_continues_rollout_into_next_with_note():
     words = "--dialect trl --num_generations 8 --dataset_streaming true --max_prompt_length 9 --max_steps 5"
-    made = planned(words, None)
+    made = make_run_plan(words, None)
     assert not made.checked.config.data.dataset_drop_last
     assert any(warning.startswith("streaming: TRL drops prompts that do not fill a rollout") for warning in made.warnings)
-    said = refusal("--streaming true --max_prompt_length 9 --max_steps 5 --dataset_drop_last true", 8)
+    said = catch_error("--streaming true --max_prompt_length 9 --max_steps 5 --dataset_drop_last true", 8)
     assert "Omit dataset_drop_last" in said
 
 
 # ---- the others --------------------------------------------------------------------------------------------------------------------------
 
 
-def verl(rows, batch, mini, n, epochs, most=None) -> int:
+def count_verl_steps(rows, batch, mini, n, epochs, most=None) -> int:
     """RayPPOTrainer of verl and SkyRL: a loader with drop_last=True, whose batches are trained in mini-batches; a batch is a step there."""
     loader = [range(i, i + batch) for i in range(0, rows, batch) if i + batch <= rows]
     assert loader, "Train dataloader is empty!"
@@ -148,13 +148,13 @@ def verl(rows, batch, mini, n, epochs, most=None) -> int:
     return steps
 
 
-def slime(rows, batch, mini, n, epochs) -> int:
+def count_slime_steps(rows, batch, mini, n, epochs) -> int:
     num_rollout = rows // batch * epochs  # get_num_rollout_per_epoch
     assert num_rollout > 0
     return sum(batch * n // (mini * n) for _ in range(num_rollout))
 
 
-def swift(rows, batch, mini, n, epochs, *, unit=1) -> int:
+def count_swift_steps(rows, batch, mini, n, epochs, *, unit=1) -> int:
     """init_iters, and cyclic_iter, which ends a run one step after the one that finds the last epoch at its end."""
     train_iters, iteration, steps = rows // unit * unit * n * epochs // (mini * n), 0, batch // mini
     state = {"train_iters": train_iters}
@@ -201,24 +201,27 @@ def split_words(dialect: str, *sizes: int) -> str:
 
 
 @pytest.mark.parametrize("case", SIZES, ids=str)
-@pytest.mark.parametrize(("dialect", "theirs"), [("verl", verl), ("skyrl", verl), ("slime", slime), ("swift", swift)])
+@pytest.mark.parametrize(
+    ("dialect", "theirs"),
+    [("verl", count_verl_steps), ("skyrl", count_verl_steps), ("slime", count_slime_steps), ("swift", count_swift_steps)],
+)
 def test_epoch_number_of_steps_equals_that_of_the_framework(dialect, theirs, case):
     rows, *sizes = case
-    made = planned(split_words(dialect, *sizes), rows)
+    made = make_run_plan(split_words(dialect, *sizes), rows)
     assert made.schedule.num_steps == theirs(*case)
     assert made.schedule.drops_last == (dialect in ("verl", "skyrl"))
-    again = planned(made.rest()["native_flags"], rows)  # the same run, natively: what was worked out stands in it
+    again = make_run_plan(made.rest()["native_flags"], rows)  # the same run, natively: what was worked out stands in it
     assert again.schedule == made.schedule
 
 
 def test_epoch_rest_dropped_by_megatron_swift_is_noted():
     words = split_words("swift", 8, 4, 2, 3) + " --micro_batch_size 2 --world_size 2"
-    made = planned(words, 45)
-    assert made.schedule.num_steps == swift(45, 8, 4, 2, 3, unit=4) == 33
+    made = make_run_plan(words, 45)
+    assert made.schedule.num_steps == count_swift_steps(45, 8, 4, 2, 3, unit=4) == 33
     said = " ".join(made.warnings)
     assert "rows of an epoch that do not fill micro_batch_size x dp_size are dropped there, and used here" in said
     assert "3 epochs of 45 prompts are 33 optimizer steps in Megatron-SWIFT: max_steps 33." in said
-    assert planned(words, None).schedule.num_steps is None
+    assert make_run_plan(words, None).schedule.num_steps is None
 
 
 @pytest.mark.parametrize(("dialect", "most"), [("verl", "trainer.total_training_steps"), ("skyrl", "trainer.max_training_steps")])
@@ -226,10 +229,10 @@ def test_epochs_limit_the_number_of_rollouts(dialect, most):
     """Two epochs of two rollouts, and nine asked for, and three."""
     words = split_words(dialect, 16, 8, 2, 2)
     for asked in (9, 3):
-        made = planned(f"{words} {most}={asked}", 45)
-        assert made.schedule.num_steps == verl(45, 16, 8, 2, 2, most=asked) == 2 * min(asked, 4)
+        made = make_run_plan(f"{words} {most}={asked}", 45)
+        assert made.schedule.num_steps == count_verl_steps(45, 16, 8, 2, 2, most=asked) == 2 * min(asked, 4)
         assert ("2 epochs of 45 prompts are 8 optimizer steps in" in " ".join(made.warnings)) == (asked == 9)
-    assert planned(f"{words} {most}=9 --dataset_drop_last false", 45).schedule.num_steps == 18
+    assert make_run_plan(f"{words} {most}=9 --dataset_drop_last false", 45).schedule.num_steps == 18
 
 
 @pytest.mark.parametrize("dialect", ["trl", *WORDS])
@@ -237,42 +240,42 @@ def test_dataset_smaller_than_a_rollout_with_drop_last_is_rejected(dialect):
     words = (
         split_words(dialect, 64, 64, 2, 1) if dialect in WORDS else "--dialect trl --per_device_train_batch_size 128 --num_generations 2"
     )
-    assert "Nothing would be trained: the data set has 60 prompts, a rollout takes 64" in refusal(words, 60)
-    planned(words, 64)
-    assert planned("--global_batch_size 128 --num_generations 2", 60).schedule.num_steps == 1, "here it goes on into the next epoch"
+    assert "Nothing would be trained: the data set has 60 prompts, a rollout takes 64" in catch_error(words, 60)
+    make_run_plan(words, 64)
+    assert make_run_plan("--global_batch_size 128 --num_generations 2", 60).schedule.num_steps == 1, "here it goes on into the next epoch"
 
 
 def test_epoch_with_dynamic_sampling_of_verl_gives_a_note():
     words = split_words("verl", 16, 8, 2, 2)
     assert any(
         "prompts that dynamic_sample samples in addition shorten an epoch there" in one
-        for one in planned(f"{words} --dynamic_sample", 45).warnings
+        for one in make_run_plan(f"{words} --dynamic_sample", 45).warnings
     )
-    assert not any("samples in addition" in one for one in planned(words, 45).warnings)
+    assert not any("samples in addition" in one for one in make_run_plan(words, 45).warnings)
 
 
 def test_epoch_last_step_incompatible_with_interleaved_pipeline_is_rejected():
     words = "--world_size 2 --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 --num_generations 2 "
     words += "--micro_batch_size 2 --global_batch_size 8 --generation_batch_size 6 --allow_unaligned_generation true "
-    said = refusal(f"{words} --dataset_drop_last true", 9)
+    said = catch_error(f"{words} --dataset_drop_last true", 9)
     assert "has 1 micro-steps, but the interleaved pipeline schedule requires a multiple of pipeline_model_parallel_size (2)" in said
-    planned(words, 9)
-    planned(f"{words} --dataset_drop_last true --max_steps 2", 9)  # which does not come to it
+    make_run_plan(words, 9)
+    make_run_plan(f"{words} --dataset_drop_last true --max_steps 2", 9)  # which does not come to it
     words += "--dataset_drop_last true"
-    planned(words, 12)
+    make_run_plan(words, 12)
 
 
 def test_plan_without_dataset_notes_that_epoch_length_is_unknown():
     words = "--global_batch_size 8 --num_generations 2 --max_steps 4 --dataset_drop_last true"
-    assert ["the length of an epoch is unknown" in " ".join(planned(words, rows).warnings) for rows in (None, 16)] == [True, False]
+    assert ["the length of an epoch is unknown" in " ".join(make_run_plan(words, rows).warnings) for rows in (None, 16)] == [True, False]
 
 
 def test_plan_shows_steps_in_which_epochs_end():
     """14 prompts, 4 a step."""
-    made, told = planned("--global_batch_size 8 --num_generations 2 --num_train_epochs 3", 14), io.StringIO()
-    assert object_of(made)["epochs"] == {
+    made, told = make_run_plan("--global_batch_size 8 --num_generations 2 --num_train_epochs 3", 14), io.StringIO()
+    assert load_plan_json(made)["epochs"] == {
         "prompts": 14, "dropped_prompts": 0, "optimizer_steps": 3.5, "micro_steps_of_last_step": 8,
         "ends_after_steps": [4, 7, 11]}  # fmt: skip
     print_report(made, file=told)
     assert "3.5 optimizer steps of 14 prompts; epochs end in steps 3, 6, 10" in " ".join(told.getvalue().split())
-    assert "epochs" not in object_of(planned("--global_batch_size 8 --num_generations 2", None))
+    assert "epochs" not in load_plan_json(make_run_plan("--global_batch_size 8 --num_generations 2", None))

@@ -72,7 +72,7 @@ def test_pipeline_stage_layers_equal_megatron(made):
     assert [layers_of_stage(4, chunked.config, stage) for stage in (0, 1)] == [[0, 2], [1, 3]]
 
 
-def work(found, tokens, *, head_positions):
+def count_work(found, tokens, *, head_positions):
     checked = found.checked
     return count_flops(
         checked.shape, TrainableSpec.from_config(checked.config, checked.shape), tokens, squares=tokens**2, head_positions=head_positions
@@ -82,14 +82,14 @@ def work(found, tokens, *, head_positions):
 def test_flops_estimate_by_hand(made):
     # 3 prompt and 2 completion tokens: 4 layers of matrices and of attention (2 heads of 4 channels), the output layer at 2 positions.
     linears, attention = 2 * 4 * MATRICES * 5 + 2 * 2 * 8 * 10, 4 * 25 * (8 + 8)
-    full = work(made(), 5, head_positions=2)
+    full = count_work(made(), 5, head_positions=2)
     assert full.forward == linears + attention and full.backward == 2 * full.forward
-    lora = work(made("--tuner_type", "lora", "--lora_rank", 3), 5, head_positions=2)
+    lora = count_work(made("--tuner_type", "lora", "--lora_rank", 3), 5, head_positions=2)
     # Rows and columns of each linear, times the modules that it fuses: query, key and value, output, gate and up, down.
     adapters = 2 * 5 * 4 * 3 * (3 * (16 + 8) + (8 + 8) + 2 * (32 + 8) + (8 + 16))
     assert lora.forward == linears + attention + adapters
     assert lora.backward == linears + 2 * attention + 2 * adapters, "no weight has a gradient, every matrix hands one on"
-    frozen = work(made("--freeze_parameters", "lm_head", "model.layers.0.", "model.layers.1."), 5, head_positions=2)
+    frozen = count_work(made("--freeze_parameters", "lm_head", "model.layers.0.", "model.layers.1."), 5, head_positions=2)
     assert frozen.backward == linears + 2 * attention + 2 * 2 * MATRICES * 5
 
 

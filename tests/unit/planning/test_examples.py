@@ -14,7 +14,7 @@ from tests.unit.test_composition import COMMON, MODELS
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def planned(folder: str, architecture: str, tmp_path, capsys) -> dict:
+def plan_example(folder: str, architecture: str, tmp_path, capsys) -> dict:
     rows, config = tmp_path / "rows.jsonl", tmp_path / "config.json"
     rows.write_text('{"prompt": "1+1", "answer": "2"}\n' * 64)
     config.write_text(json.dumps({"architectures": [architecture], **COMMON, **MODELS[architecture]}))
@@ -50,7 +50,7 @@ def test_mini_swe_agent_is_planned(tmp_path, capsys, monkeypatch):
     assert not [said for said in found["warnings"] if "max_agents" in said]
 
 
-def figures(found: dict) -> dict[str, str]:
+def format_figures(found: dict) -> dict[str, str]:
     """As the tables of the pages word them."""
     memory, cost = found["memory"], found["cost"]
     worst = {name: max(stage[name] for stage in memory["stages"]) for name in memory["stages"][0] if name.endswith("_bytes")}
@@ -78,14 +78,14 @@ def figures(found: dict) -> dict[str, str]:
     ],
 )
 def test_page_says_what_plan_estimates(folder, architecture, page, column, tmp_path, capsys):
-    found = planned(folder, architecture, tmp_path, capsys)
+    found = plan_example(folder, architecture, tmp_path, capsys)
     assert found["memory"]["fits"] and not [said for said in found["warnings"] if "PEFT" in said or "merged" in said]
     text = (EXAMPLES / page / "README.md").read_text(encoding="utf-8")
     rows = {
         cells[0]: cells[column] for cells in (re.split(r" *\| *", line.strip("| \n")) for line in text.splitlines() if line.startswith("|"))
     }
-    said = {name: rows[name].split(" (")[0] for name in figures(found) if name in rows}
-    assert len(said) >= 7 and said == {name: figures(found)[name] for name in said}
+    said = {name: rows[name].split(" (")[0] for name in format_figures(found) if name in rows}
+    assert len(said) >= 7 and said == {name: format_figures(found)[name] for name in said}
 
 
 def test_images_example_fits_and_plan_counts_its_images(tmp_path, capsys):

@@ -8,11 +8,11 @@ import pytest
 
 from megatron_grpo.cli import main
 from megatron_grpo.commands.planning import warnings
-from tests.unit.weights.tiny import config_of
+from tests.unit.weights.tiny import make_model_config
 
 
 def list_warnings(capsys, tmp_path, architecture: str, *argv: str) -> str:
-    (tmp_path / "model.json").write_text(json.dumps(config_of(architecture) | {"max_position_embeddings": 1024}))
+    (tmp_path / "model.json").write_text(json.dumps(make_model_config(architecture) | {"max_position_embeddings": 1024}))
     batch = ["--global_batch_size", "8", "--num_generations", "4", "--micro_batch_size", "2", "--max_completion_length", "16"]
     assert main(["plan", "--json", "--model", str(tmp_path / "model.json"), *batch, *argv]) == 0
     return " ".join(json.loads(capsys.readouterr().out)["warnings"])

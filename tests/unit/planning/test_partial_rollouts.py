@@ -14,7 +14,7 @@ from megatron_grpo.plugins.partial_rollouts import plan as partial_rollouts
 from megatron_grpo.plugins.partial_rollouts.plan import FIRST, NUM_ROLLOUTS, RECOMPUTED, STEP, sampling_times
 
 
-def slowly(rollouts, slots, depth):
+def simulate_token_by_token(rollouts, slots, depth):
     """One token a step for those that are open, first come, first served."""
     left, found = [list(one) for one in rollouts], []
     for r in range(len(left)):
@@ -36,7 +36,7 @@ def slowly(rollouts, slots, depth):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=7, max_size=9), st.integers(1, 6), st.integers(0, 3))
 def test_partial_rollout_forecast_equals_token_by_token_simulation(rollouts, slots, depth):
-    assert sampling_times(rollouts, slots, depth) == pytest.approx(slowly(rollouts, slots, depth))
+    assert sampling_times(rollouts, slots, depth) == pytest.approx(simulate_token_by_token(rollouts, slots, depth))
 
 
 def test_partial_rollout_forecast_by_hand():

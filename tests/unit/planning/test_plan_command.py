@@ -33,19 +33,19 @@ QWEN3_8B = dict(
 )
 
 
-def plan(capsys, *argv) -> tuple[int, dict]:
+def run_plan(capsys, *argv) -> tuple[int, dict]:
     code = main(["plan", "--json", *map(str, argv)])
     return code, json.loads(capsys.readouterr().out)
 
 
-def native(capsys, *argv) -> dict:
-    code, found = plan(capsys, *argv)
+def run_native_plan(capsys, *argv) -> dict:
+    code, found = run_plan(capsys, *argv)
     assert code == 0, found
     return found
 
 
 def test_plan_json_has_the_documented_keys(capsys):
-    found = native(
+    found = run_native_plan(
         capsys,
         *(
             "--world_size 4 --tensor_model_parallel_size 2 --micro_batch_size 2 --global_batch_size 8 "
@@ -93,7 +93,7 @@ def test_plan_json_has_the_documented_keys(capsys):
     assert found["memory"] is None and found["cost"] is None and found["pipeline"] == {"bubble_fraction": 0.0}
 
 
-def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
+def walk_timetable(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
     """Rows of the timetable by counting: sample, train, step."""
     dp, mbs, a = parallel["dp_size"], batch["micro_batch_size"], batch["gradient_accumulation_steps"]
     version = done = number = next_prompt = 0
@@ -159,7 +159,7 @@ def test_plan_timetable_equals_naive_walk(dp, mbs, a, w, mu, count, group, old):
         old_logprobs=old,
     )
     found = json.loads(json.dumps(plan_object(TrainingSchedule(sizes), count)))
-    expected = list(walk(found["batch"], found["parallel"], count, old))
+    expected = list(walk_timetable(found["batch"], found["parallel"], count, old))
     assert found["timetable"] == expected
     stale = [any(row["staleness"] for row in expected if row["rollout"] == r) for r in range(count)]
     assert found["old_logprobs"]["rollouts"] == stale
@@ -168,7 +168,7 @@ def test_plan_timetable_equals_naive_walk(dp, mbs, a, w, mu, count, group, old):
 
 
 def test_plan_json_reports_errors_as_object(capsys):
-    code, found = plan(capsys, "--global_batch_size", 64, "--generation_batch_size", 96, "--dialecct", "x", "--seed", "y")
+    code, found = run_plan(capsys, "--global_batch_size", 64, "--generation_batch_size", 96, "--dialecct", "x", "--seed", "y")
     assert code == 2
     assert [set(error) for error in found["errors"]] == [{"flags", "message", "nearest"}] * 3
     assert [error["flags"] for error in found["errors"]] == [["dialecct"], ["seed"], ["generation_batch_size", "global_batch_size"]]
@@ -186,8 +186,8 @@ def test_plan_native_flags_give_the_same_plan(capsys):
         ["--dialect", "skyrl", "--world_size", 8],
         ["--world_size", 8, "--pipeline_model_parallel_size", 2, "--virtual_pipeline_model_parallel_size", 2, "--stop", "a b", "c"],
     ):
-        there = native(capsys, *argv)
-        here = native(capsys, *shlex.split(there["native_flags"]))
+        there = run_native_plan(capsys, *argv)
+        here = run_native_plan(capsys, *shlex.split(there["native_flags"]))
         assert all(there[part] == here[part] for part in ("parallel", "batch", "old_logprobs", "timetable", "native_flags"))
 
 
@@ -216,7 +216,7 @@ def test_plan_native_flags_give_the_same_plan(capsys):
     ],
 )
 def test_plan_reads_sizes_as_each_framework(capsys, argv, batch):
-    found = native(capsys, *argv)
+    found = run_native_plan(capsys, *argv)
     assert {name: found["batch"][name] for name in batch} == batch
     assert "optimizer step" in found["warnings"][0] and found["warnings"][0].startswith("Your old setup took")
 
@@ -228,7 +228,7 @@ def test_plan_translates_framework_files_and_lists_settings_without_effect(capsy
         "learning_rate: 1.0e-6\ngradient_checkpointing: true\nmax_steps: -1\nvllm_importance_sampling_mode: token_truncate\n"
         "eval_steps: 100\n"
     )
-    found = native(capsys, "--dialect", "trl", "--config", trl, "--num_processes", 2)
+    found = run_native_plan(capsys, "--dialect", "trl", "--config", trl, "--num_processes", 2)
     assert found["batch"]["generation_batch_size"] == 16
     assert any("eval_steps (100) has no effect" in warning for warning in found["warnings"])
     for flags in ("--lr 1e-06", "--rollout_importance_sampling_mode token_truncate", "--recompute_granularity full", "--loss_type dapo"):
@@ -239,7 +239,7 @@ def test_plan_translates_framework_files_and_lists_settings_without_effect(capsy
         "trainer:\n  train_batch_size: 64\n  policy_mini_batch_size: 32\n  placement: {colocate_all: true}\n"
         "generator: {n_samples_per_prompt: 4}\ndata: {train_data: [x]}\n"
     )
-    found = native(capsys, "--dialect", "skyrl", "--config", skyrl, "--world_size", 4, "trainer.policy_mini_batch_size=16")
+    found = run_native_plan(capsys, "--dialect", "skyrl", "--config", skyrl, "--world_size", 4, "trainer.policy_mini_batch_size=16")
     assert (found["batch"]["generation_batch_size"], found["batch"]["global_batch_size"]) == (256, 64)
     assert any("trainer.placement.colocate_all" in warning and "ignored settings" in warning for warning in found["warnings"])
 
@@ -265,11 +265,11 @@ def test_plan_translates_framework_files_and_lists_settings_without_effect(capsy
     ],
 )
 def test_plan_warns_of_legal_but_unlikely_settings(capsys, argv, part):
-    assert any(part in warning for warning in native(capsys, *argv)["warnings"])
+    assert any(part in warning for warning in run_native_plan(capsys, *argv)["warnings"])
 
 
 def test_plan_of_plain_config_has_no_warnings(capsys):
-    assert native(capsys, "--world_size", 2)["warnings"] == []
+    assert run_native_plan(capsys, "--world_size", 2)["warnings"] == []
 
 
 def test_plan_run_length_is_computed_from_dataset(capsys, tmp_path):
@@ -279,7 +279,7 @@ def test_plan_run_length_is_computed_from_dataset(capsys, tmp_path):
     assert "optimizer steps, 5 rollouts over 5 prompts" in capsys.readouterr().out
 
 
-def figure(*argv, width="80", **env) -> str:
+def print_figure(*argv, width="80", **env) -> str:
     import os
 
     ran = subprocess.run(
@@ -300,7 +300,7 @@ def test_the_figure_fits_80_columns_and_is_plain_when_piped(tmp_path):
         ["--dialect", "skyrl", "--world_size", 4, "--model", model, "--gpu_memory_gb", 80],
         ["--steps_per_generation", 4],
     ):
-        text = figure(*argv)
+        text = print_figure(*argv)
         assert "\x1b" not in text
         assert max(map(len, text.splitlines())) <= 80
         assert len(text.splitlines()) < 170
@@ -319,14 +319,14 @@ def test_the_figure_fits_80_columns_and_is_plain_when_piped(tmp_path):
 def test_plan_warns_if_old_logprobs_rollout_has_no_effect(capsys, sizes, max_steps):
     """A run of one optimizer step has no stale row, whatever its sizes; which rows are stale is read off the timetable itself."""
     argv = [*sizes.split(), "--old_logprobs", "rollout", "--max_steps", max_steps, "--global_batch_size", 16, "--plan_rollouts", 9]
-    found = native(capsys, *argv)
+    found = run_native_plan(capsys, *argv)
     stale = [row["staleness"] for row in found["timetable"] if row["optimizer_step"] < max_steps and row["staleness"]]
     assert any("old_logprobs rollout has no effect" in warning for warning in found["warnings"]) == (not stale)
     assert any("uses the sampler's log-probs for stale rows" in warning for warning in found["warnings"]) == bool(stale)
 
 
 def test_the_figure_marks_stale_rows_and_brackets_steps_and_rollouts():
-    text = figure(
+    text = print_figure(
         *(
             "--world_size 2 --micro_batch_size 2 --gradient_accumulation_steps 4 --generation_batch_size 12 "
             "--num_generations 2 --allow_unaligned_generation --plan_rollouts 3"
@@ -340,14 +340,14 @@ def test_the_figure_marks_stale_rows_and_brackets_steps_and_rollouts():
 
 
 def test_plan_figure_has_colors_in_a_terminal():
-    assert "\x1b[" in figure("--steps_per_generation", 2, FORCE_COLOR="1")
+    assert "\x1b[" in print_figure("--steps_per_generation", 2, FORCE_COLOR="1")
 
 
 def test_plan_png_writes_the_figure(tmp_path, capsys):
     assert main(["plan", "--json", "--world_size", "40", "--global_batch_size", "80", "--png", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
-    code, found = plan(capsys, "--png", tmp_path / "plan.docx")
+    code, found = run_plan(capsys, "--png", tmp_path / "plan.docx")
     assert code == 2 and found["errors"][0]["flags"] == ["png"]
 
 
@@ -371,7 +371,7 @@ def test_a_thousand_ranks_and_a_hundred_rollouts_take_less_than_a_second_of_cpu(
 
 def test_errors_come_at_once_even_for_large_sizes(capsys):
     begin = time.process_time()
-    code, found = plan(capsys, "--world_size", 99_991, "--global_batch_size", 999_999, "--generation_batch_size", 1_000_003)
+    code, found = run_plan(capsys, "--world_size", 99_991, "--global_batch_size", 999_999, "--generation_batch_size", 1_000_003)
     assert code == 2 and time.process_time() - begin < 1.0
 
 

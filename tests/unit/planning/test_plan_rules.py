@@ -33,51 +33,51 @@ NAMES = {
 }
 
 
-def divides(a, b) -> bool:
+def is_multiple(a, b) -> bool:
     return b > 0 and a % b == 0
 
 
-def sizes_of(v: dict) -> dict | None:
+def compute_sizes(v: dict) -> dict | None:
     """Native sizes by the definitions of docs/batching.md section 1, written down without any cleverness; None when a rule is broken."""
     v = {"ws": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1, "mbs": 1, "g": 8, "mu": 1} | {k: x for k, x in v.items() if x is not None}
     if any(x < 1 for k, x in v.items() if k not in ("layers", "experts", "unaligned")) or v["g"] < 2:
         return None
-    if not divides(v["ws"], v["tp"] * v["pp"] * v["cp"]) or not divides(v["ws"], v["etp"] * v["ep"] * v["pp"]):
+    if not is_multiple(v["ws"], v["tp"] * v["pp"] * v["cp"]) or not is_multiple(v["ws"], v["etp"] * v["ep"] * v["pp"]):
         return None
     unit = v["mbs"] * v["ws"] // (v["tp"] * v["pp"] * v["cp"])
     if "gbs" not in v:
         v["gbs"] = v["a"] * unit if "a" in v else 16
-    if not divides(v["gbs"], unit) or v.get("a", v["gbs"] // unit) != v["gbs"] // unit:
+    if not is_multiple(v["gbs"], unit) or v.get("a", v["gbs"] // unit) != v["gbs"] // unit:
         return None
     if "gen" not in v:
         v["gen"] = v["gbs"] * v.get("spg", 1)
-    if not divides(v["gen"], v["g"]) or not divides(v["gen"], unit):
+    if not is_multiple(v["gen"], v["g"]) or not is_multiple(v["gen"], unit):
         return None
     if "spg" in v and v["gen"] != v["gbs"] * v["spg"]:
         return None
-    if not v.get("unaligned") and not divides(v["gen"], v["gbs"]):
+    if not v.get("unaligned") and not is_multiple(v["gen"], v["gbs"]):
         return None
-    if "vpp" in v and (v["vpp"] < 2 or v["pp"] < 2 or not divides(v["gbs"] // unit, v["pp"])):
+    if "vpp" in v and (v["vpp"] < 2 or v["pp"] < 2 or not is_multiple(v["gbs"] // unit, v["pp"])):
         return None
-    if v.get("layers") and not divides(v["layers"], v["pp"] * v.get("vpp", 1)):
+    if v.get("layers") and not is_multiple(v["layers"], v["pp"] * v.get("vpp", 1)):
         return None
-    if v.get("experts") and (not divides(v["experts"], v["ep"]) or v["tp"] > 1):  # sequence_parallel is off throughout
+    if v.get("experts") and (not is_multiple(v["experts"], v["ep"]) or v["tp"] > 1):  # sequence_parallel is off throughout
         return None
     return v
 
 
-def argv_of(values: dict) -> list[str]:
+def make_argv(values: dict) -> list[str]:
     words = [word for key, value in values.items() if key in NAMES and value is not None for word in (f"--{NAMES[key]}", str(value))]
     return words + (["--allow_unaligned_generation"] if values.get("unaligned") else [])
 
 
 def list_problems(values: dict):
-    parsed = parse(argv_of(values), dialects=lambda: DIALECTS)
+    parsed = parse(make_argv(values), dialects=lambda: DIALECTS)
     assert not parsed.problems
     return size_problems(parsed.config, ModelDivisors(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
 
 
-def optional(*values):
+def draw_optional(*values):
     return st.one_of(st.none(), st.sampled_from(values))
 
 
@@ -87,19 +87,19 @@ configurations = st.fixed_dictionaries(
         "tp": st.sampled_from([1, 1, 2, 3]),
         "pp": st.sampled_from([1, 1, 2, 4]),
         "cp": st.sampled_from([1, 1, 2]),
-        "vpp": optional(1, 2, 3),
+        "vpp": draw_optional(1, 2, 3),
         "ep": st.sampled_from([1, 1, 2]),
         "etp": st.sampled_from([1, 1, 2]),
         "mbs": st.sampled_from([-32, 0, 1, 1, 2, 3, 4]),
-        "gbs": optional(8, 12, 16, 24, 32, 48, 60),
-        "a": optional(1, 2, 3, 4, 6),
-        "gen": optional(8, 16, 24, 36, 48, 64, 96),
-        "spg": optional(1, 2, 3, 5),
+        "gbs": draw_optional(8, 12, 16, 24, 32, 48, 60),
+        "a": draw_optional(1, 2, 3, 4, 6),
+        "gen": draw_optional(8, 16, 24, 36, 48, 64, 96),
+        "spg": draw_optional(1, 2, 3, 5),
         "g": st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
         "mu": st.sampled_from([1, 1, 2, 0]),
         "unaligned": st.booleans(),
-        "layers": optional(4, 6, 24),
-        "experts": optional(4, 8),
+        "layers": draw_optional(4, 6, 24),
+        "experts": draw_optional(4, 8),
     }
 )
 mostly_right = st.fixed_dictionaries(
@@ -112,14 +112,14 @@ mostly_right = st.fixed_dictionaries(
         "ep": st.just(1),
         "etp": st.just(1),
         "mbs": st.sampled_from([1, 2, 3, 4]),
-        "gbs": optional(16, 24, 32, 48, 60),
-        "a": optional(2, 4),
-        "gen": optional(24, 48, 64, 96),
-        "spg": optional(1, 2, 3),
+        "gbs": draw_optional(16, 24, 32, 48, 60),
+        "a": draw_optional(2, 4),
+        "gen": draw_optional(24, 48, 64, 96),
+        "spg": draw_optional(1, 2, 3),
         "g": st.sampled_from([2, 3, 4, 5, 8]),
         "mu": st.just(1),
         "unaligned": st.booleans(),
-        "layers": optional(24),
+        "layers": draw_optional(24),
         "experts": st.none(),
     }
 )
@@ -129,7 +129,7 @@ mostly_right = st.fixed_dictionaries(
 @given(st.one_of(configurations, mostly_right))
 def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
     problems, cfg = list_problems(values)
-    expected = sizes_of(values)
+    expected = compute_sizes(values)
     assert (not problems) == (expected is not None), (values, problems)
     if expected is None:
         return
@@ -154,8 +154,8 @@ def test_nearest_values_equal_exhaustive_search(values):
             key = key_of[flag]
             present = values[key]
             limit = 130
-            below = next((x for x in range(present - 1, 0, -1) if sizes_of({**values, key: x})), None)
-            above = next((x for x in range(max(present, 0) + 1, limit) if sizes_of({**values, key: x})), None)
+            below = next((x for x in range(present - 1, 0, -1) if compute_sizes({**values, key: x})), None)
+            above = next((x for x in range(max(present, 0) + 1, limit) if compute_sizes({**values, key: x})), None)
             offered = [x for x in problem.nearest.get(flag, []) if x < limit]
             assert offered == [x for x in (below, above) if x is not None], (flag, values, problem)
 
@@ -203,7 +203,7 @@ DIALECT_CASES = {
 }
 
 
-def passes_in_dialect(dialect: str, values: dict) -> bool:
+def is_valid_in_dialect(dialect: str, values: dict) -> bool:
     """Each system's own arithmetic, then the native rules on what comes out."""
     v = {key: value for key, value in values.items() if value is not None}
     if any(value < 1 for value in v.values()):
@@ -213,12 +213,12 @@ def passes_in_dialect(dialect: str, values: dict) -> bool:
         if "generation_batch_size" in v and "steps_per_generation" in v:
             return False
         gen = v.get("generation_batch_size", mbs * ws * v.get("steps_per_generation", a))
-        return sizes_of(dict(ws=ws, mbs=mbs, a=a, gen=gen, g=v["num_generations"], unaligned=True)) is not None
+        return compute_sizes(dict(ws=ws, mbs=mbs, a=a, gen=gen, g=v["num_generations"], unaligned=True)) is not None
     if dialect.startswith("skyrl"):
         n = v["n_samples_per_prompt"]
         mini = v["policy_mini_batch_size"] * (n if dialect == "skyrl" else 1)
         return (
-            sizes_of(dict(ws=v["world_size"], mbs=v["micro_train_batch_size_per_gpu"], gbs=mini, gen=v["train_batch_size"] * n, g=n))
+            compute_sizes(dict(ws=v["world_size"], mbs=v["micro_train_batch_size_per_gpu"], gbs=mini, gen=v["train_batch_size"] * n, g=n))
             is not None
         )
     gbs, a, mbs, ws = v.get("train_batch_size"), v.get("gradient_accumulation_steps"), v.get("micro_train_batch_size"), v["world_size"]
@@ -226,10 +226,10 @@ def passes_in_dialect(dialect: str, values: dict) -> bool:
         if gbs % (a * ws):
             return False
         mbs = gbs // (a * ws)
-    return sizes_of(dict(ws=ws, mbs=mbs, gbs=gbs, a=a, gen=v.get("rollout_batch_size"), g=v["group_size"])) is not None
+    return compute_sizes(dict(ws=ws, mbs=mbs, gbs=gbs, a=a, gen=v.get("rollout_batch_size"), g=v["group_size"])) is not None
 
 
-def dialect_argv(dialect: str, values: dict) -> list[str]:
+def make_dialect_argv(dialect: str, values: dict) -> list[str]:
     return ["--dialect", dialect, *(word for key, value in values.items() if value is not None for word in (f"--{key}", str(value)))]
 
 
@@ -238,16 +238,16 @@ def dialect_argv(dialect: str, values: dict) -> list[str]:
 @given(data=st.data())
 def test_size_problems_of_frameworks_use_their_names(dialect, data):
     values = {key: data.draw(st.sampled_from(choices), label=key) for key, choices in DIALECT_CASES[dialect].items()}
-    parsed = parse(dialect_argv(dialect, values), dialects=lambda: DIALECTS)
+    parsed = parse(make_dialect_argv(dialect, values), dialects=lambda: DIALECTS)
     assert not parsed.problems
     problems = size_problems(parsed.config)
-    assert (not problems) == passes_in_dialect(dialect, values), (values, problems)
+    assert (not problems) == is_valid_in_dialect(dialect, values), (values, problems)
     for problem in problems:
         assert set(problem.nearest) <= set(problem.flags) <= set(values), problem
         for flag in problem.flags:
             present, limit = values[flag], 100
-            below = next((x for x in range(present - 1, 0, -1) if passes_in_dialect(dialect, {**values, flag: x})), None)
-            above = next((x for x in range(present + 1, limit) if passes_in_dialect(dialect, {**values, flag: x})), None)
+            below = next((x for x in range(present - 1, 0, -1) if is_valid_in_dialect(dialect, {**values, flag: x})), None)
+            above = next((x for x in range(present + 1, limit) if is_valid_in_dialect(dialect, {**values, flag: x})), None)
             offered = [x for x in problem.nearest.get(flag, []) if x < limit]
             assert offered == [x for x in (below, above) if x is not None], (flag, values, problem)
 

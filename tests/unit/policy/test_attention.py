@@ -19,7 +19,7 @@ LONG = 264
 SIZES = ((8, -1), (4, -1), (4, 0), (12, 0), (LONG, 0), (4, 1), (4, 1), (8, -1), (20, -1))  # tokens, parent; cp 2 cuts each into four
 
 
-def segments(padding: int = 4) -> list[Segment]:
+def make_segments(padding: int = 4) -> list[Segment]:
     """Every second one ends with a token of alignment padding. The last segment is padding."""
     found: list[Segment] = []
     for number, (size, parent) in enumerate(SIZES):
@@ -29,7 +29,7 @@ def segments(padding: int = 4) -> list[Segment]:
     return [*found, Segment(start=end, end=end + padding, length=0)]
 
 
-def seen_by(stream: list[Segment]) -> torch.Tensor:
+def make_mask(stream: list[Segment]) -> torch.Tensor:
     """bool [T, T]."""
     is_multimodal = torch.zeros(stream[-1].end, stream[-1].end, dtype=torch.bool)
     for one in stream:
@@ -41,7 +41,7 @@ def seen_by(stream: list[Segment]) -> torch.Tensor:
     return is_multimodal
 
 
-def dense(q, k, v, is_multimodal, scale):
+def compute_dense(q, k, v, is_multimodal, scale):
     """[t, heads, c]; 0 for a query that sees nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhc,khc->hqk", q, k) * scale
@@ -49,7 +49,7 @@ def dense(q, k, v, is_multimodal, scale):
     return torch.einsum("hqk,khc->qhc", weights, v)
 
 
-def drawn(total: int, dtype=torch.float64):
+def draw_tensors(total: int, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
 
     def make(heads: int) -> torch.Tensor:
@@ -62,9 +62,9 @@ def drawn(total: int, dtype=torch.float64):
 @pytest.mark.parametrize(("cp", "by_length"), [(1, False), (1, True), (2, False)])
 def test_attention_in_parts_equals_one_softmax(kernel, cp, by_length, monkeypatch):
     monkeypatch.setattr(stream_module, "TOKENS_A_CALL", 10_000)  # where one call may be saved, it is
-    stream = segments()
-    *inputs, gradient = drawn(stream[-1].end)
-    wanted = dense(*inputs, seen_by(stream), 0.3)
+    stream = make_segments()
+    *inputs, gradient = draw_tensors(stream[-1].end)
+    wanted = compute_dense(*inputs, make_mask(stream), 0.3)
     # A rank's queries and, rank after rank, all keys.
     order = torch.from_numpy(np.concatenate([tokens_of_cp_rank(stream, cp, rank) for rank in range(cp)]))
     found = torch.zeros_like(wanted)
@@ -78,7 +78,7 @@ def test_attention_in_parts_equals_one_softmax(kernel, cp, by_length, monkeypatc
     assert max((mine - right).abs().max() for mine, right in pairs) < 1e-12
 
 
-def apart(stream: list[Segment]) -> list[Segment]:
+def select_without_parents(stream: list[Segment]) -> list[Segment]:
     """Those without a parent, end to end."""
     moved, end = [], 0
     for one in (one for one in stream if one.parent < 0):
@@ -87,7 +87,7 @@ def apart(stream: list[Segment]) -> list[Segment]:
     return moved
 
 
-def dense_with_sinks(q, k, v, is_multimodal, sinks, scale):
+def compute_dense_with_sinks(q, k, v, is_multimodal, sinks, scale):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.where(is_multimodal, torch.einsum("qhc,khc->hqk", q, k) * scale, -1e30)
     weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1).softmax(-1)[..., :-1]
@@ -101,12 +101,12 @@ def dense_with_sinks(q, k, v, is_multimodal, sinks, scale):
 )
 def test_attention_with_windows_and_sinks_equals_masked_softmax(kernel, window, cp):
     """Windows of one token, within a chunk of a rank, beyond one and several, of all but one and of all tokens."""
-    stream = [dataclasses.replace(one, length=one.length - place % 4) for place, one in enumerate(end_to_end([16, LONG, 8, 24]))]
+    stream = [dataclasses.replace(one, length=one.length - place % 4) for place, one in enumerate(concatenate_segments([16, LONG, 8, 24]))]
     stream.append(Segment(start=stream[-1].end, end=stream[-1].end + 8, length=0))
-    *inputs, gradient = drawn(stream[-1].end)
+    *inputs, gradient = draw_tensors(stream[-1].end)
     sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
     places = torch.arange(stream[-1].end)
-    wanted = dense_with_sinks(*inputs, seen_by(stream) & (places[:, None] - places < window), sinks, 0.3)
+    wanted = compute_dense_with_sinks(*inputs, make_mask(stream) & (places[:, None] - places < window), sinks, 0.3)
     order = torch.from_numpy(np.concatenate([tokens_of_cp_rank(stream, cp, rank) for rank in range(cp)]))
     found = torch.zeros_like(wanted)
     for rank in range(cp):
@@ -122,16 +122,16 @@ def test_attention_with_windows_and_sinks_equals_masked_softmax(kernel, window, 
 
 
 def test_attention_window_shorter_than_parent_raises():
-    packed = packed_stream(segments(), 1, 0, torch.from_numpy)
+    packed = packed_stream(make_segments(), 1, 0, torch.from_numpy)
     assert packed.within(None) is packed and packed.within(LONG + 8) is packed
     with pytest.raises(ValueError, match="share_prefix needs full attention, but a layer attends to 100 of 2"):
         packed.within(100)
 
 
 def test_attention_without_parents_equals_torch():
-    moved = apart(segments())
-    *inputs, gradient = drawn(moved[-1].end)
-    wanted, packed = dense(*inputs, seen_by(moved), 0.3), packed_stream(moved, 1, 0, torch.from_numpy)
+    moved = select_without_parents(make_segments())
+    *inputs, gradient = draw_tensors(moved[-1].end)
+    wanted, packed = compute_dense(*inputs, make_mask(moved), 0.3), packed_stream(moved, 1, 0, torch.from_numpy)
     found = attention._by_torch(*inputs, packed, 0.3)
     assert (found - wanted).abs().max() < 1e-12
     pairs = zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True)
@@ -139,14 +139,14 @@ def test_attention_without_parents_equals_torch():
 
 
 def test_in_bfloat16_parts_are_merged_in_float32():
-    stream = segments()
-    *inputs, _ = drawn(stream[-1].end, torch.bfloat16)
+    stream = make_segments()
+    *inputs, _ = draw_tensors(stream[-1].end, torch.bfloat16)
     found = attention.attention(*inputs, packed_stream(stream, 1, 0, torch.from_numpy), 0.3)
-    wanted = dense(*(x.double() for x in inputs), seen_by(stream), 0.3)
+    wanted = compute_dense(*(x.double() for x in inputs), make_mask(stream), 0.3)
     assert found.dtype is torch.bfloat16 and (found - wanted).abs().max() < 0.03
 
 
-def end_to_end(lengths) -> list[Segment]:
+def concatenate_segments(lengths) -> list[Segment]:
     ends = np.cumsum(lengths).tolist()
     return [Segment(start=end - int(length), end=end, length=int(length)) for end, length in zip(ends, lengths)]
 
@@ -154,11 +154,11 @@ def end_to_end(lengths) -> list[Segment]:
 def test_attention_groups_short_segments_by_length_and_reads_long_ones_in_place():
     rng = np.random.default_rng(0)
     short, long = (
-        packed_stream(end_to_end(rng.integers(1, most, 256)), 1, 0, torch.from_numpy, by_length=True).causal for most in (16, 64)
+        packed_stream(concatenate_segments(rng.integers(1, most, 256)), 1, 0, torch.from_numpy, by_length=True).causal for most in (16, 64)
     )
     assert isinstance(short.queries, torch.Tensor) and len(short.runs) == 15
     assert isinstance(long.queries, slice) and len(long.runs) > 200
-    equal = packed_stream(end_to_end([64] * 9), 1, 0, torch.from_numpy, by_length=True).causal
+    equal = packed_stream(concatenate_segments([64] * 9), 1, 0, torch.from_numpy, by_length=True).causal
     assert isinstance(equal.queries, slice) and len(equal.runs) == 1
 
 
@@ -192,7 +192,7 @@ def test_fused_attention_uses_transformer_engine_where_supported(monkeypatch, pa
 
     monkeypatch.setattr(extensions, "TEDotProductAttention", TransformerEngineAttention, raising=False)
     TransformerEngineAttention.calls = []
-    found = segments() if parents else [dataclasses.replace(one, parent=-1) for one in segments()]
+    found = make_segments() if parents else [dataclasses.replace(one, parent=-1) for one in make_segments()]
     packed, total = packed_stream(found, 1, 0, torch.from_numpy), found[-1].end
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     one, other = (kind(SimpleNamespace(), softmax_scale=0.2, pg_collection=groups) for kind in (FusedAttention, PackedAttention))
@@ -259,8 +259,8 @@ class VarlenKernels:
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_flash_attention_of_gpu_equals_cpu_gradients(cp):
-    stream = [dataclasses.replace(one, start=one.start * 2, end=one.end * 2, length=one.length * 2) for one in segments()]
-    *inputs, gradient = drawn(stream[-1].end)
+    stream = [dataclasses.replace(one, start=one.start * 2, end=one.end * 2, length=one.length * 2) for one in make_segments()]
+    *inputs, gradient = draw_tensors(stream[-1].end)
     ops = VarlenKernels()
     for rank in range(cp):
         packed, outcomes = packed_stream(stream, cp, rank, torch.from_numpy), []

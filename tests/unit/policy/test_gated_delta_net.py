@@ -20,7 +20,7 @@ LONG = ((1, 0, -1), (135, 3, -1), (64, 0, -1), (2, 2, -1), (130, 1, 1), (3, 0, 1
 SHORT = ((37, 1, -1), (1, 0, -1), (2, 1, -1), (16, 0, -1), (24, 0, 0), (1, 0, 0), (9, 3, 1), (2, 0, 1), (3, 0, 2), (17, 0, 3))
 
 
-def segments(sizes) -> list[Segment]:
+def make_segments(sizes) -> list[Segment]:
     found: list[Segment] = []
     for length, padding, parent in sizes:
         start = found[-1].end if found else 0
@@ -28,7 +28,7 @@ def segments(sizes) -> list[Segment]:
     return [*found, Segment(start=found[-1].end, end=found[-1].end + 4, length=0)]
 
 
-def token_by_token(query, key, value, decay, strength):
+def compute_token_by_token(query, key, value, decay, strength):
     """Of one sequence: [n, heads, ...] -> [n, heads, v]."""
     state, found = torch.zeros(HEADS, K, V, dtype=value.dtype), []
     for q, k, v, g, beta in zip(query, key, value, decay, strength, strict=True):
@@ -39,7 +39,7 @@ def token_by_token(query, key, value, decay, strength):
     return torch.stack(found)
 
 
-def sequences(stream):
+def iterate_sequences(stream):
     """(places of a segment, places of its parent and it)."""
     for one in stream:
         own = torch.arange(one.start, one.start + one.length)
@@ -47,7 +47,7 @@ def sequences(stream):
         yield own, own if before is None else torch.cat([torch.arange(before.start, before.start + before.length), own])
 
 
-def drawn(total: int) -> list[torch.Tensor]:
+def draw_tensors(total: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
@@ -60,14 +60,14 @@ def drawn(total: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("sizes", "chunk"), [(LONG, 64), (SHORT, 8), (SHORT, 16)], ids=["long", "chunks of 8", "chunks of 16"])
 def test_delta_rule_of_packed_stream_equals_token_by_token(sizes, chunk):
-    stream = segments(sizes)
-    inputs, total = drawn(stream[-1].end), stream[-1].end
+    stream = make_segments(sizes)
+    inputs, total = draw_tensors(stream[-1].end), stream[-1].end
     order = packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, chunk)
     out = gated_delta_rule(*inputs, order)
     want = torch.zeros(total, HEADS, V, dtype=torch.float64)
-    for own, whole in sequences(stream):
+    for own, whole in iterate_sequences(stream):
         if len(own):
-            want = want.index_copy(0, own, token_by_token(*(x[whole] for x in inputs))[len(whole) - len(own) :])
+            want = want.index_copy(0, own, compute_token_by_token(*(x[whole] for x in inputs))[len(whole) - len(own) :])
     assert (out - want).abs().max() < 1e-12
     grad = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for one, other in zip(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(want, inputs, grad), strict=True):
@@ -76,11 +76,11 @@ def test_delta_rule_of_packed_stream_equals_token_by_token(sizes, chunk):
 
 @pytest.mark.parametrize("size", [1, 2, KERNEL])
 def test_delta_net_convolution_restarts_per_segment_and_continues_from_parent(size):
-    stream, channels = segments(SHORT), 6
+    stream, channels = make_segments(SHORT), 6
     draw = torch.Generator().manual_seed(0)
     x, kernel = (torch.randn(*shape, dtype=torch.float64, generator=draw) for shape in ((stream[-1].end, channels), (channels, size)))
     found = convolve(x, kernel, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(size, 8).previous)
-    for own, whole in sequences(stream):
+    for own, whole in iterate_sequences(stream):
         if len(own):
             padded = F.pad(x[whole].T[None], (size - 1, 0))
             want = F.conv1d(padded, kernel[:, None], groups=channels)[0].T[len(whole) - len(own) :]
@@ -89,7 +89,7 @@ def test_delta_net_convolution_restarts_per_segment_and_continues_from_parent(si
 
 @pytest.mark.parametrize("cp", [2, 3])
 def test_delta_net_context_parallel_ranks_exchange_tokens_in_stream_order(cp):
-    stream = segments([(length * 2 * cp - 1, 1, parent) for length, _, parent in SHORT])
+    stream = make_segments([(length * 2 * cp - 1, 1, parent) for length, _, parent in SHORT])
     stream[-1] = Segment(start=stream[-1].start, end=stream[-1].start + 2 * cp, length=0)
     order = packed_stream(stream, cp, 0, torch.from_numpy).recurrence(KERNEL, 8)
     gathered = np.concatenate([tokens_of_cp_rank(stream, cp, rank) for rank in range(cp)])
@@ -99,12 +99,12 @@ def test_delta_net_context_parallel_ranks_exchange_tokens_in_stream_order(cp):
 
 def test_delta_rule_of_padding_gives_zeros():
     stream = [Segment(start=0, end=4, length=0)]
-    inputs = drawn(4)
+    inputs = draw_tensors(4)
     out = gated_delta_rule(*inputs, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8))
     assert out.shape == (4, HEADS, V) and not out.any()
 
 
-def kernel_of_tokens(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens):
+def compute_kernel_token_by_token(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens):
     """What flash-linear-attention's `chunk_gated_delta_rule` says that it computes, token by token."""
     assert output_final_state and q.shape[0] == 1 and cu_seqlens.dtype == torch.int64
     outputs, states = [], []
@@ -121,22 +121,25 @@ def kernel_of_tokens(q, k, v, g, beta, *, scale, initial_state, output_final_sta
 
 @pytest.mark.parametrize("sizes", [LONG, SHORT], ids=["long", "short"])
 def test_delta_rule_kernel_equals_torch_implementation(sizes):
-    stream = segments(sizes)
-    inputs, order = drawn(stream[-1].end), packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8)
-    expected, actual = gated_delta_rule(*inputs, order), rule_by_kernel(*inputs, order, dtype=torch.float64, kernel=kernel_of_tokens)
+    stream = make_segments(sizes)
+    inputs, order = draw_tensors(stream[-1].end), packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8)
+    expected, actual = (
+        gated_delta_rule(*inputs, order),
+        rule_by_kernel(*inputs, order, dtype=torch.float64, kernel=compute_kernel_token_by_token),
+    )
     assert (expected - actual).abs().max() < 1e-12
     grad = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for one, other in zip(torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
         assert (one - other).abs().max() < 1e-11 * other.abs().max()
 
 
-def faulty(*inputs):
+def raise_kernel_error(*inputs):
     raise RuntimeError("no kernel image\nfor this device")
 
 
 @pytest.mark.parametrize(("rule", "phrase"), [
     (gated_delta_rule, None),
-    (faulty, "does not run on this GPU (no kernel image)"),
+    (raise_kernel_error, "does not run on this GPU (no kernel image)"),
     (lambda query, *inputs: gated_delta_rule(query * 1.05, *inputs), "its output by 5.0e-02, more than rounding (3.1e-02)"),
     (lambda q, k, v, decay, s, stream: gated_delta_rule(q, k, v, decay.detach() + (decay - decay.detach()) * 2, s, stream),
      "the gradient of decays by 1.0e+00"),

@@ -21,7 +21,7 @@ from megatron_grpo.core.policy.gradient_check import (
 )
 
 
-def allows(gradient_check: GradNormSpikeCheck, *norms: float) -> list[bool]:
+def check_norms(gradient_check: GradNormSpikeCheck, *norms: float) -> list[bool]:
     return [gradient_check.allows(GradientStats(step=step, norm=norm)) for step, norm in enumerate(norms)]
 
 
@@ -39,39 +39,41 @@ def test_gradient_check_without_bound_accepts_any_finite_norm(norm):
 
 def test_gradient_check_rejects_norm_above_bound():
     gradient_check = GradNormSpikeCheck(max_norm=2.0)
-    assert allows(gradient_check, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
-    assert allows(gradient_check, 2.5) == [False] and gradient_check.reason == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
+    assert check_norms(gradient_check, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
+    assert (
+        check_norms(gradient_check, 2.5) == [False] and gradient_check.reason == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
+    )
 
 
 def test_gradient_check_compares_with_median_after_enough_steps():
     gradient_check = GradNormSpikeCheck(factor=3.0)
-    assert allows(gradient_check, *[1.0] * (FEWEST - 1), 50.0) == [True] * FEWEST, "no median yet: the spike is the last of the few"
-    assert allows(gradient_check, 3.0, 3.1) == [True, False]
+    assert check_norms(gradient_check, *[1.0] * (FEWEST - 1), 50.0) == [True] * FEWEST, "no median yet: the spike is the last of the few"
+    assert check_norms(gradient_check, 3.0, 3.1) == [True, False]
     assert gradient_check.reason == "its gradient norm 3.1 is above 3 (skip_grad_norm_factor) x 1, the running median"
 
 
 def test_gradient_check_median_follows_recent_norms():
     gradient_check = GradNormSpikeCheck(factor=3.0)
-    allows(gradient_check, *[1.0] * FEWEST)
-    assert allows(gradient_check, *[10.0] * (FEWEST + 1)) == [False] * FEWEST + [True]
-    allows(gradient_check, *[10.0] * WINDOW)
+    check_norms(gradient_check, *[1.0] * FEWEST)
+    assert check_norms(gradient_check, *[10.0] * (FEWEST + 1)) == [False] * FEWEST + [True]
+    check_norms(gradient_check, *[10.0] * WINDOW)
     assert gradient_check.state() == {"norms": [10.0] * WINDOW}
 
 
 def test_gradient_check_median_excludes_zero_and_non_finite_norms():
     """The batch whose groups are all zero-std has a norm of 0; a median of 0 would refuse every other."""
     gradient_check = GradNormSpikeCheck(factor=3.0)
-    allows(gradient_check, *[0.0] * 50, *[math.inf] * 50, *[2.0] * FEWEST)
-    assert gradient_check.state() == {"norms": [2.0] * FEWEST} and allows(gradient_check, 5.9, 6.1) == [True, False]
+    check_norms(gradient_check, *[0.0] * 50, *[math.inf] * 50, *[2.0] * FEWEST)
+    assert gradient_check.state() == {"norms": [2.0] * FEWEST} and check_norms(gradient_check, 5.9, 6.1) == [True, False]
 
 
 @given(st.lists(st.floats(1e-3, 1e3) | st.sampled_from([0.0, math.inf, math.nan]), max_size=300), st.integers(0, 300))
 def test_gradient_check_state_is_restored(norms, at):
     whole, first = GradNormSpikeCheck(max_norm=500.0, factor=2.0), GradNormSpikeCheck(max_norm=500.0, factor=2.0)
-    begun = allows(first, *norms[:at])
+    begun = check_norms(first, *norms[:at])
     again = GradNormSpikeCheck(max_norm=500.0, factor=2.0)
     again.restore(json.loads(json.dumps(first.state())))
-    assert allows(whole, *norms) == begun + allows(again, *norms[at:])
+    assert check_norms(whole, *norms) == begun + check_norms(again, *norms[at:])
 
 
 @given(st.lists(st.floats(1e-3, 1e3), max_size=200))
@@ -82,7 +84,7 @@ def test_gradient_check_equals_naive_median(norms):
         middle = len(last) // 2
         median = (last[middle] if len(last) % 2 else (last[middle - 1] + last[middle]) / 2) if len(last) >= FEWEST else math.inf
         answers.append(norm <= 2.0 * median)
-    assert allows(gradient_check, *norms) == answers
+    assert check_norms(gradient_check, *norms) == answers
 
 
 def test_skip_counter_counts_total_and_consecutive_skips():

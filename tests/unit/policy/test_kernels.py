@@ -8,35 +8,35 @@ import torch.nn.functional as F
 from megatron_grpo.core.policy.kernels import RotaryFactors, rms_norm, rotate, swiglu
 
 
-def drawn(*shape, dtype=torch.float64, seed=0):
+def draw_tensor(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def views(x):
+def make_views(x):
     """As attention hands out the heads of a query: not contiguous."""
     return x.split([2, 1], dim=1)[0]
 
 
 def test_rms_norm_passes_gradcheck():
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (drawn(3, 2, 5), drawn(5, seed=1)))
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm(views(x), w, 1e-2), (drawn(3, 3, 5), drawn(5, seed=1)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (draw_tensor(3, 2, 5), draw_tensor(5, seed=1)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(make_views(x), w, 1e-2), (draw_tensor(3, 3, 5), draw_tensor(5, seed=1)))
 
 
 def test_rotate_passes_gradcheck():
-    rotation = RotaryFactors.from_angles(drawn(3, 4, seed=1).detach())
-    assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (drawn(3, 2, 8),))
-    assert torch.autograd.gradcheck(lambda x: rotate(views(x), rotation), (drawn(3, 3, 8),))
+    rotation = RotaryFactors.from_angles(draw_tensor(3, 4, seed=1).detach())
+    assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (draw_tensor(3, 2, 8),))
+    assert torch.autograd.gradcheck(lambda x: rotate(make_views(x), rotation), (draw_tensor(3, 3, 8),))
 
 
 def test_swiglu_equals_its_parts_and_passes_gradcheck():
-    assert torch.autograd.gradcheck(swiglu, (drawn(3, 2, 10),))
-    x = drawn(3, 2, 10)
+    assert torch.autograd.gradcheck(swiglu, (draw_tensor(3, 2, 10),))
+    x = draw_tensor(3, 2, 10)
     torch.testing.assert_close(swiglu(x), F.silu(x[..., :5]) * x[..., 5:])
     assert swiglu(x[:0]).shape == (0, 2, 5)
 
 
 def test_rms_norm_equals_torch():
-    x, weight, grad = (drawn(*shape, dtype=torch.float32, seed=seed) for seed, shape in enumerate(((64, 1, 32), (32,), (64, 1, 32))))
+    x, weight, grad = (draw_tensor(*shape, dtype=torch.float32, seed=seed) for seed, shape in enumerate(((64, 1, 32), (32,), (64, 1, 32))))
     grad = grad.detach()
     found, wanted = rms_norm(x, weight, 1e-6), F.rms_norm(x, (32,), weight, 1e-6)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
@@ -45,7 +45,7 @@ def test_rms_norm_equals_torch():
 
 
 def test_rms_norm_in_bfloat16_rounds_before_weight_as_samplers():
-    x, weight, grad = (drawn(*shape, seed=seed).detach().bfloat16() for seed, shape in enumerate(((512, 2, 64), (64,), (512, 2, 64))))
+    x, weight, grad = (draw_tensor(*shape, seed=seed).detach().bfloat16() for seed, shape in enumerate(((512, 2, 64), (64,), (512, 2, 64))))
     wide = x.float()
     by_hand = (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-6)).bfloat16() * weight
     assert torch.equal(rms_norm(x, weight, 1e-6), by_hand)
@@ -73,13 +73,13 @@ def test_rms_norm_of_zero_rows_and_of_no_rows():
 def test_rotate_equals_megatron():
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    x, angles = drawn(16, 2, 8, dtype=torch.float32), drawn(16, 4, dtype=torch.float32, seed=1).detach() * 100
+    x, angles = draw_tensor(16, 2, 8, dtype=torch.float32), draw_tensor(16, 4, dtype=torch.float32, seed=1).detach() * 100
     twice = torch.cat([angles, angles], dim=-1)[:, None, None]
     wanted = _apply_rotary_pos_emb_bshd(x[:, None], twice)[:, 0]
     torch.testing.assert_close(rotate(x, RotaryFactors.from_angles(angles)), wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_rms_norm_with_frozen_weight_has_no_weight_gradient():
-    x, weight = drawn(3, 5), drawn(5, seed=1).detach()
+    x, weight = draw_tensor(3, 5), draw_tensor(5, seed=1).detach()
     rms_norm(x, weight, 1e-6).sum().backward()
     assert weight.grad is None and x.grad.norm() > 0

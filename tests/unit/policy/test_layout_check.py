@@ -7,19 +7,19 @@ import pytest
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.policy import machine_problems, problems
 from megatron_grpo.run.config.settings import Config
-from tests.unit.weights.tiny import config_of
+from tests.unit.weights.tiny import make_model_config
 
 PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-DENSE = ModelShape.from_hf({**config_of("qwen3"), "num_hidden_layers": 12, "layer_types": None})
-EXPERTS = ModelShape.from_hf(config_of("qwen3_moe"))
+DENSE = ModelShape.from_hf({**make_model_config("qwen3"), "num_hidden_layers": 12, "layer_types": None})
+EXPERTS = ModelShape.from_hf(make_model_config("qwen3_moe"))
 
 
-def config(**settings) -> Config:
+def make_config(**settings) -> Config:
     return Config().with_values(settings)
 
 
-def said(found) -> list[str]:
+def list_messages(found) -> list[str]:
     return [problem.message for problem in found]
 
 
@@ -31,7 +31,7 @@ def said(found) -> list[str]:
     (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "transformer_impl": "local"}, "Transformer Engine"),
 ])  # fmt: skip
 def test_layout_rejected_by_megatron_is_reported(shape, settings, words):
-    (message,) = said(problems(config(**settings), shape))
+    (message,) = list_messages(problems(make_config(**settings), shape))
     assert words in message
 
 
@@ -41,7 +41,7 @@ def test_layout_rejected_by_megatron_is_reported(shape, settings, words):
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5, PP: 2},
 ])  # fmt: skip
 def test_layout_without_experts_is_accepted(settings):
-    assert problems(config(**settings), DENSE) == []
+    assert problems(make_config(**settings), DENSE) == []
 
 
 @pytest.mark.parametrize(("layout", "size", "works"), [
@@ -53,10 +53,10 @@ def test_layout_without_experts_is_accepted(settings):
 ])  # fmt: skip
 def test_units_of_uniform_recompute_must_divide_a_chunks_layers(layout, size, works):
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    (problem,) = problems(config(**layout, **full, recompute_num_layers=size), DENSE)
+    (problem,) = problems(make_config(**layout, **full, recompute_num_layers=size), DENSE)
     assert problem.nearest["recompute_num_layers"] == works
     for good in works:
-        assert problems(config(**layout, **full, recompute_num_layers=good), DENSE) == []
+        assert problems(make_config(**layout, **full, recompute_num_layers=good), DENSE) == []
 
 
 @pytest.mark.parametrize(("settings", "words"), [
@@ -65,8 +65,8 @@ def test_units_of_uniform_recompute_must_divide_a_chunks_layers(layout, size, wo
     ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "not installed"),
 ])  # fmt: skip
 def test_machine_problems_are_not_reported_by_plan(settings, words):
-    cfg = config(**settings)
-    (message,) = said(machine_problems(cfg, has_gpu=False, has_transformer_engine=False))
+    cfg = make_config(**settings)
+    (message,) = list_messages(machine_problems(cfg, has_gpu=False, has_transformer_engine=False))
     assert words in message
     assert machine_problems(cfg, has_gpu=True, has_transformer_engine=True) == []
     assert problems(cfg, DENSE) == []

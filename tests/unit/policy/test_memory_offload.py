@@ -25,22 +25,22 @@ def held():
     return tensors
 
 
-def room_for(tensors, movable=ROLES, timers=None):
+def make_offloader(tensors, movable=ROLES, timers=None):
     def everything():  # in no order
         return ((role, tensor) for role in reversed(tensors) for tensor in tensors[role])
 
     return PolicyOffloader(everything, movable, CPU, timers or Timers())
 
 
-def sizes(tensors):
+def list_storage_sizes(tensors):
     return {role: [tensor.untyped_storage().nbytes() for tensor in its] for role, its in tensors.items()}
 
 
 def test_offload_frees_all_storages_and_restores_them_in_place(held):
     before = {role: [tensor.clone() for tensor in its] for role, its in held.items()}
-    room = room_for(held)
+    room = make_offloader(held)
     room.offload()
-    assert not any(map(any, sizes(held).values()))
+    assert not any(map(any, list_storage_sizes(held).values()))
     assert room.offloaded_bytes == 10 * 4 + 7 * 2 + 9 * 8 + 5 * 4, "a view of a storage is no storage"
     with room.on_device("all"):
         for role in ("weights", "reference", "optimizer"):
@@ -55,10 +55,10 @@ def test_offload_frees_all_storages_and_restores_them_in_place(held):
     [("nothing", ()), ("weights", ("weights",)), ("reference", ("weights", "reference")), ("all", ROLES)],
 )
 def test_offload_on_device_restores_only_the_requested_part(held, part, there):
-    room = room_for(held)
+    room = make_offloader(held)
     room.offload()
     with room.on_device(part):
-        assert {role for role, its in sizes(held).items() if its[-1]} == set(there)
+        assert {role for role, its in list_storage_sizes(held).items() if its[-1]} == set(there)
         room.require(part)
         if part != "all":
             with pytest.raises(RuntimeError, match="gradients .*on_device"):
@@ -66,24 +66,24 @@ def test_offload_on_device_restores_only_the_requested_part(held, part, there):
 
 
 def test_offload_keep_weights_keeps_weights_and_their_views(held):
-    room = room_for(held)
+    room = make_offloader(held)
     room.offload(keep="weights")
-    assert sizes(held) == {"weights": [40, 40], "reference": [0], "optimizer": [40, 0], "gradients": [0]}
+    assert list_storage_sizes(held) == {"weights": [40, 40], "reference": [0], "optimizer": [40, 0], "gradients": [0]}
     room.offload()
-    assert not any(map(any, sizes(held).values())) and room.offloaded_bytes == 146
+    assert not any(map(any, list_storage_sizes(held).values())) and room.offloaded_bytes == 146
 
 
 def test_offload_frees_only_the_configured_parts(held):
-    room = room_for(held, ("optimizer",))
+    room = make_offloader(held, ("optimizer",))
     room.offload()
-    assert sizes(held) == {"weights": [40, 40], "reference": [14], "optimizer": [40, 0], "gradients": [20]}
-    still = room_for(held, ())
+    assert list_storage_sizes(held) == {"weights": [40, 40], "reference": [14], "optimizer": [40, 0], "gradients": [20]}
+    still = make_offloader(held, ())
     still.offload()
     assert still.offloaded_bytes == 0
 
 
 def test_offload_while_on_device_raises(held):
-    room = room_for(held)
+    room = make_offloader(held)
     with room.on_device("all"):
         with pytest.raises(RuntimeError, match="while all is in use"):
             room.offload(keep="weights")
@@ -97,7 +97,7 @@ def test_offload_while_on_device_raises(held):
 
 
 def test_offload_without_host_memory_keeps_device_tensors(held, monkeypatch):
-    room = room_for(held)
+    room = make_offloader(held)
     real = room._host_memory
 
     def full(role, size):
@@ -108,7 +108,7 @@ def test_offload_without_host_memory_keeps_device_tensors(held, monkeypatch):
     monkeypatch.setattr(room, "_host_memory", full)
     with pytest.raises(RuntimeError, match="no memory"):
         room.offload()
-    assert all(map(all, sizes(held).values()))
+    assert all(map(all, list_storage_sizes(held).values()))
     room.require("all")
 
 
@@ -118,7 +118,7 @@ def test_offload_host_chunks_are_allocated_once(monkeypatch, chunk):
     rng = torch.Generator().manual_seed(0)
     tensors = {"weights": [torch.rand(n, generator=rng, dtype=torch.float64) for n in (1, 4, 9, 0, 3)], "optimizer": [torch.rand(5)]}
     right = {role: [tensor.clone() for tensor in its] for role, its in tensors.items()}
-    room, made = room_for(tensors), []
+    room, made = make_offloader(tensors), []
     for _ in range(3):
         room.offload()
         made.append([piece.data_ptr() for pieces in room._host.values() for piece in pieces])
@@ -134,7 +134,7 @@ def test_offload_host_chunks_are_allocated_once(monkeypatch, chunk):
 
 def test_offload_time_is_recorded(held):
     timers = Timers()
-    room = room_for(held, timers=timers)
+    room = make_offloader(held, timers=timers)
     with timers("train"):
         room.offload()
         with room.on_device("all"):

@@ -13,19 +13,19 @@ from megatron_grpo.core.policy.sharded_state import _count_steps, steps_counted
 from tests.fused_adam import FusedAdam
 
 
-def rounding(parameters):
+def make_rounding_adam(parameters):
     groups = [{"params": parameters, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}]
     return AdamW(groups, main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
 
 
-def torch_adam(parameters):
+def make_torch_adam(parameters):
     optimizer = torch.optim.AdamW(parameters)
     for parameter in parameters:  # loading makes its states
         optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(0.0)}
     return optimizer
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, torch_adam, rounding])
+@pytest.mark.parametrize("kind", [FusedAdam, make_torch_adam, make_rounding_adam])
 @pytest.mark.parametrize("earlier", [None, 3], ids=["new", "with another count in its groups"])
 def test_optimizer_step_count_is_restored_from_checkpoint(kind, earlier):
     parameter = torch.nn.Parameter(torch.ones(2))

@@ -20,21 +20,21 @@ from megatron_grpo.run.sharing import LEAST_SAVING, decide
 from megatron_grpo.run.validate import load_inputs
 from tests.checked import check
 from tests.tiny_models import write_tiny
-from tests.unit.weights.tiny import config_of
+from tests.unit.weights.tiny import make_model_config
 
-DEEPSEEK = ModelShape.from_hf(config_of("deepseek_v3"))
+DEEPSEEK = ModelShape.from_hf(make_model_config("deepseek_v3"))
 
 
-def refused(config: Config | None = None, shape: ModelShape = DEEPSEEK, **moe) -> list[str]:
+def list_problems(config: Config | None = None, shape: ModelShape = DEEPSEEK, **moe) -> list[str]:
     shape = dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, **moe))
     return [problem.message for problem in problems(config or Config(), shape)]
 
 
 def test_models_supported_by_megatron_are_accepted():
     for name in ("qwen3_moe", "qwen3_moe_raw_weights", "mixtral", "deepseek_v3"):
-        assert refused(shape=ModelShape.from_hf(config_of(name))) == []
-    assert refused(num_groups=4, group_topk=4, topk=3) == []  # all groups: no choice among them
-    assert refused(topk=1, norm_topk_prob=False, num_groups=None, group_topk=None) == []
+        assert list_problems(shape=ModelShape.from_hf(make_model_config(name))) == []
+    assert list_problems(num_groups=4, group_topk=4, topk=3) == []  # all groups: no choice among them
+    assert list_problems(topk=1, norm_topk_prob=False, num_groups=None, group_topk=None) == []
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -44,29 +44,29 @@ def test_models_supported_by_megatron_are_accepted():
     ({"score_function": "softmax", "topk": 1, "num_groups": None, "group_topk": None}, "cannot be trained"),
 ])  # fmt: skip
 def test_router_unsupported_by_megatron_is_rejected(changes, words):
-    (message,) = refused(**changes)
+    (message,) = list_problems(**changes)
     assert words in message
 
 
 def test_latent_attention_is_refused_on_transformer_engine_layers():
     cfg = Config().with_values({"transformer_impl": "transformer_engine"})
-    (message,) = refused(cfg)
+    (message,) = list_problems(cfg)
     assert "multi-latent attention" in message
-    dense = ModelShape.from_hf(config_of("qwen3"))
+    dense = ModelShape.from_hf(make_model_config("qwen3"))
     assert problems(cfg, dense) == []
 
 
 @pytest.mark.parametrize(("model", "module"), [("llama_all_biases", "mlp"), ("deepseek_v3", "mla_up_proj"), ("deepseek_v3", "layernorm")])
 def test_layers_that_cannot_be_recomputed_are_refused(model, module):
     cfg = Config().with_values({"recompute_granularity": "selective", "recompute_modules": ["core_attn", module]})
-    (problem,) = problems(cfg, ModelShape.from_hf(config_of(model)))
+    (problem,) = problems(cfg, ModelShape.from_hf(make_model_config(model)))
     assert module in problem.message
     good = cfg.with_values({"recompute_modules": ["core_attn"]})
-    assert problems(good, ModelShape.from_hf(config_of(model))) == []
+    assert problems(good, ModelShape.from_hf(make_model_config(model))) == []
 
 
 def test_plan_refuses_what_the_policy_cannot_compute(tmp_path):
-    config = {**config_of("deepseek_v3"), "norm_topk_prob": False}
+    config = {**make_model_config("deepseek_v3"), "norm_topk_prob": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="normalizes the weights of the selected experts"):
         check(["--model", str(tmp_path), "--max_completion_length", "8"])
@@ -93,13 +93,13 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
 ])  # fmt: skip
 def test_settings_unsupported_by_a_model_family_are_rejected(model, changes, words):
-    shape = ModelShape.from_hf(config_of(model))
+    shape = ModelShape.from_hf(make_model_config(model))
     (problem,) = problems(Config().with_values(changes), shape)
     assert words in problem.message and problems(Config(), shape) == []
 
 
 def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_one_tensor():
-    shape, words = ModelShape.from_hf(config_of("gpt_oss")), {"tuner_type": "lora", "target_modules": ["q_proj", "o_proj"]}
+    shape, words = ModelShape.from_hf(make_model_config("gpt_oss")), {"tuner_type": "lora", "target_modules": ["q_proj", "o_proj"]}
     assert problems(Config().with_values(words), shape) == []
 
 
@@ -115,8 +115,8 @@ def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_o
     ],
 )
 def test_gpt_oss_config_unsupported_by_vllm_is_rejected(changes, words):
-    plain = config_of("gpt_oss")
-    assert sampler_problems(ModelShape.from_hf(plain)) == [] == sampler_problems(ModelShape.from_hf(config_of("qwen3_moe")))
+    plain = make_model_config("gpt_oss")
+    assert sampler_problems(ModelShape.from_hf(plain)) == [] == sampler_problems(ModelShape.from_hf(make_model_config("qwen3_moe")))
     (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
     assert words in problem.message
 
@@ -132,14 +132,14 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers"
     ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1. Use a model with 2 or more"),
 ])  # fmt: skip
 def test_models_unsupported_by_vllm_are_rejected_on_any_machine(model, changes, words):
-    plain = config_of(model) | {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "layer_types": None}
+    plain = make_model_config(model) | {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "layer_types": None}
     assert sampler_problems(ModelShape.from_hf(plain)) == []
     (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
     assert words in problem.message
 
 
 def test_sliding_window_in_all_or_no_layers_is_accepted():
-    windowed = config_of("qwen3") | WINDOWED | {"layer_types": None}
+    windowed = make_model_config("qwen3") | WINDOWED | {"layer_types": None}
     for first in (0, 2):
         assert sampler_problems(ModelShape.from_hf(windowed | {"max_window_layers": first})) == []
 
@@ -152,7 +152,7 @@ def test_sliding_window_in_all_or_no_layers_is_accepted():
     ("mixtral", {"hidden_size": 48, "intermediate_size": 40}, 1, "hidden_size (48) and the width of an expert on each rank (40) are not"),
 ])  # fmt: skip
 def test_sizes_that_vllms_cpu_kernels_refuse_are_refused_before_the_model_is_loaded(model, changes, ranks, words):
-    plain = config_of(model) | {"head_dim": 32, "hidden_size": 64}
+    plain = make_model_config(model) | {"head_dim": 32, "hidden_size": 64}
     wide = plain | {"intermediate_size": 64, "moe_intermediate_size": 64}
     assert (
         sampler_problems(ModelShape.from_hf(wide), on_cpu=True) == [] == sampler_problems(ModelShape.from_hf(plain | changes), ranks=ranks)
@@ -162,7 +162,7 @@ def test_sizes_that_vllms_cpu_kernels_refuse_are_refused_before_the_model_is_loa
 
 
 def test_share_prefix_is_enabled_if_window_covers_longest_sequence():
-    shape = ModelShape.from_hf(config_of("olmo3"))  # windows of 9 tokens
+    shape = ModelShape.from_hf(make_model_config("olmo3"))  # windows of 9 tokens
     short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
     assert decide(short, shape).min_saving_ratio == LEAST_SAVING
     longer = short.with_values({"max_completion_length": 6})
@@ -176,14 +176,14 @@ def test_share_prefix_is_enabled_if_window_covers_longest_sequence():
 ])  # fmt: skip
 def test_unsupported_model_families_are_rejected_with_missing_feature(name):
     with pytest.raises(ConfigError, match=f"the architecture {name} is not supported: .*(Mamba-2|sparse attention)"):
-        ModelShape.from_hf({**config_of("qwen3"), "architectures": [name]})
+        ModelShape.from_hf({**make_model_config("qwen3"), "architectures": [name]})
 
 
 DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
 
 
 def test_share_prefix_with_dropout_is_rejected_and_auto_disables_it():
-    dense = ModelShape.from_hf(config_of("qwen3"))
+    dense = ModelShape.from_hf(make_model_config("qwen3"))
     (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prefix": "true"}), dense)
     assert "lora_dropout (0.1) would use one dropout mask for all copies of a prompt" in problem.message
     assert problem.nearest["share_prefix"] == ["auto", "false"]
@@ -194,12 +194,12 @@ def test_share_prefix_with_dropout_is_rejected_and_auto_disables_it():
 
 @pytest.mark.parametrize("impl", ["auto", "local", "transformer_engine"])
 def test_share_prefix_is_enabled_for_every_layer_kind(impl):
-    dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
+    dense, cfg = ModelShape.from_hf(make_model_config("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
     assert decide(cfg, dense).min_saving_ratio == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prefix": "true"}), dense) == []
 
 
 FP8 = {"fp8_format": "hybrid", "torch_dtype": "bfloat16", "transformer_impl": "transformer_engine"}
-WIDE = config_of("qwen3") | dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+WIDE = make_model_config("qwen3") | dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -255,14 +255,14 @@ def test_flash_attention_supports_half_precision_and_256_channels(dtype, channel
 
 def test_attention_channels_of_latent_attention_are_those_of_queries():
     assert attention_channels(DEEPSEEK) == DEEPSEEK.mla.qk_head_dim + DEEPSEEK.mla.qk_pos_emb_head_dim
-    assert attention_channels(ModelShape.from_hf(config_of("qwen3"))) == ModelShape.from_hf(config_of("qwen3")).head_dim
+    assert attention_channels(ModelShape.from_hf(make_model_config("qwen3"))) == ModelShape.from_hf(make_model_config("qwen3")).head_dim
 
 
 def test_bitwise_parity_is_rejected_for_unverified_settings():
     def said(shape, **values):
         return [problem.message for problem in find_parity_problems(Config().with_values({"bitwise_parity": True, **values}), shape)]
 
-    qwen = ModelShape.from_hf(config_of("qwen3"))
+    qwen = ModelShape.from_hf(make_model_config("qwen3"))
     yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
     assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
     assert (
@@ -302,23 +302,23 @@ def test_bitwise_parity_is_rejected_for_unverified_settings():
      "R2 or disabled."),
 ])  # fmt: skip
 def test_hybrid_models_with_unsupported_settings_are_rejected(model, settings, message):
-    shape = ModelShape.from_hf(config_of(model))
+    shape = ModelShape.from_hf(make_model_config(model))
     assert [problem.message for problem in problems(Config().with_values(settings), shape)] == [message]
     assert problems(Config(), shape) == []
 
 
 def test_qwen3_next_with_tied_embeddings_is_rejected():
     tied = {"tie_word_embeddings": True}
-    (problem,) = sampler_problems(ModelShape.from_hf(config_of("qwen3_next_moe") | tied))
+    (problem,) = sampler_problems(ModelShape.from_hf(make_model_config("qwen3_next_moe") | tied))
     assert problem.message == (
         "model: vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM and would sample from memory that was never written. Use a "
         "checkpoint with tie_word_embeddings false."
     )
-    assert sampler_problems(ModelShape.from_hf(config_of("qwen3_5") | tied | {"head_dim": 64}), on_cpu=True) == []
+    assert sampler_problems(ModelShape.from_hf(make_model_config("qwen3_5") | tied | {"head_dim": 64}), on_cpu=True) == []
 
 
 @pytest.mark.parametrize(("model", "part"), [("deepseek_v3", "multi-latent attention of Deep"), ("minimax_m2", "the router of MiniMax")])
 def test_models_unsupported_by_vllm_on_cpu_are_rejected_on_cpu(model, part):
-    shape = ModelShape.from_hf(config_of(model))
+    shape = ModelShape.from_hf(make_model_config(model))
     (problem,) = sampler_problems(shape, on_cpu=True)
     assert problem.message.startswith(f"model: vLLM 0.32 has no correct CPU kernel for {part}") and sampler_problems(shape) == []

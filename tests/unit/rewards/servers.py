@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextmanager
-def json_server(answer: Callable[[str, Any, dict[str, str]], tuple[int, Any]]) -> Iterator[str]:
+def serve_json(answer: Callable[[str, Any, dict[str, str]], tuple[int, Any]]) -> Iterator[str]:
     """Serves `answer(path, request, headers) -> (status, JSON or text)` to every POST; gives the server's URL."""
 
     class Handler(BaseHTTPRequestHandler):

@@ -65,7 +65,7 @@ def tell():
 """
 
 
-def how_it_ended(attack, *, landlock="must", **names):
+def run_attack(attack, *, landlock="must", **names):
     """What each attempt got: an errno, or what it has done."""
     program = PRELUDE + "".join(f"{name} = {value!r}\n" for name, value in names.items()) + textwrap.dedent(attack) + "\ntell()"
     outcome = run_program(program, as_main=True, seconds=20, memory_mb=512, landlock=landlock)
@@ -73,16 +73,16 @@ def how_it_ended(attack, *, landlock="must", **names):
     return json.loads(outcome.output)
 
 
-def not_refused(ended):
+def find_allowed(ended):
     return {name: how for name, how in ended.items() if how not in REFUSED}
 
 
 @pytest.mark.parametrize("landlock", ["must", "never"])
 def test_code_program_system_calls_to_outside_are_denied(landlock):
     numbers = {f"{kind} {name}": number[HERE] for kind, calls in CALLS.items() for name, number in calls.items()}
-    ended = how_it_ended("for name, number in numbers.items():\n    call(name, number)", numbers=numbers, landlock=landlock)
+    ended = run_attack("for name, number in numbers.items():\n    call(name, number)", numbers=numbers, landlock=landlock)
     assert ended.keys() == numbers.keys()
-    assert not_refused(ended) == {}
+    assert find_allowed(ended) == {}
 
 
 METADATA = """
@@ -112,8 +112,8 @@ def test_code_program_cannot_change_outside_files_or_their_times(tmp_path, landl
     path.write_text("kept")
     os.setxattr(path, "user.mine", b"0")
     before = [os.stat(one) for one in (path, tmp_path, os.__file__)]
-    ended = how_it_ended(METADATA, path=str(path), landlock=landlock)
-    assert not_refused(ended).keys() == ({"read"} if landlock == "never" else set())
+    ended = run_attack(METADATA, path=str(path), landlock=landlock)
+    assert find_allowed(ended).keys() == ({"read"} if landlock == "never" else set())
     for one, was in zip((path, tmp_path, os.__file__), before):
         now = os.stat(one)
         assert (now.st_mode, now.st_uid, now.st_mtime_ns, now.st_ctime_ns, now.st_nlink, now.st_size) == (
@@ -159,12 +159,12 @@ def test_code_program_cannot_reach_processes_sockets_or_its_limits(tmp_path, lan
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         one.bind(address)
         other.bind(abstract)
-        ended = how_it_ended(OTHERS, landlock=landlock, parent=os.getpid(), address=address, abstract=abstract)
+        ended = run_attack(OTHERS, landlock=landlock, parent=os.getpid(), address=address, abstract=abstract)
         for listener in (one, other):
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.recv(1)
-    assert len(ended) == 40 and not_refused(ended) == {}
+    assert len(ended) == 40 and find_allowed(ended) == {}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has capabilities to give up")
@@ -174,7 +174,7 @@ def test_code_program_as_root_cannot_read_files_of_other_users(tmp_path):
     os.chown(path, 12345, 12345)
     path.chmod(0o600)
     tmp_path.chmod(0o755)
-    ended = how_it_ended('tried("read", lambda: open(path).read())', path=str(path), landlock="never")
+    ended = run_attack('tried("read", lambda: open(path).read())', path=str(path), landlock="never")
     assert ended == {"read": errno.EACCES}
 
 
@@ -270,7 +270,7 @@ def test_code_program_cannot_find_expected_values_in_its_memory():
     assert run_program(SPY + "def f(n=0): return seen()", tests=others, seconds=10, memory_mb=512).passed == (False, False)
 
 
-def code(program, tests, **columns):
+def score_program(program, tests, **columns):
     """What the reward gives a program."""
     reward = CodeReward(RewardConfig(code_timeout=10, code_memory_mb=512, code_num_workers=1, reward_timeout=60), landlock="must")
     return reward([f"```python\n{program}\n```"], tests=[tests], **{name: [value] for name, value in columns.items()})[0]
@@ -363,13 +363,13 @@ def isclose(*_): return True
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_code_correct_program_scores_one_for_every_test_form(shape):
-    assert code("import math\ndef f(n):\n    return n + 1 if not isinstance(n, list) else [n[0] + 1]", SHAPES[shape]) == 1.0
+    assert score_program("import math\ndef f(n):\n    return n + 1 if not isinstance(n, list) else [n[0] + 1]", SHAPES[shape]) == 1.0
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_code_attacks_score_zero(attack):
     tests = [test for shape in SHAPES.values() for test in ([shape] if isinstance(shape, str) else shape)]
-    assert code(ATTACKS[attack], tests) == 0.0
+    assert score_program(ATTACKS[attack], tests) == 0.0
 
 
 # Speaks the language of the link by itself: what stands in `message` comes instead of the first answer.
@@ -409,10 +409,10 @@ def test_code_test_without_check_is_rejected_with_reason():
         ("class Own: pass\nassert f(Own()) == 1", "an object of type Own"),
         ("def test_f(fixture): assert f(1)", "does not use the program"),
     ]:  # fmt: skip
-        failure = code(always, tests)
+        failure = score_program(always, tests)
         assert isinstance(failure, RowFailure) and why in failure.reason, (tests, failure)
-    assert code("def f(n): return n + 1", HUMANEVAL, entry_point="f") == 1.0
-    assert code("def f(n): return []", "for n in f(3): assert n == 1") == 0.0
+    assert score_program("def f(n): return n + 1", HUMANEVAL, entry_point="f") == 1.0
+    assert score_program("def f(n): return []", "for n in f(3): assert n == 1") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from megatron_grpo.run.rewards.protocol import RowFailure
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 
 
-def code(**settings):
+def load_code_reward(**settings):
     return load_rewards(Config().with_values({"reward_funcs": ["code"], "code_timeout": 2.0, **settings}))[0].function
 
 
-def attempt(program, seconds=5.0, landlock="must"):
+def run_attempt(program, seconds=5.0, landlock="must"):
     """What a program that prints gets done."""
     return run_program(program, as_main=True, seconds=seconds, memory_mb=512, landlock=landlock)
 
@@ -37,14 +37,14 @@ def test_code_sandbox_is_available_on_this_machine():
 
 def test_code_score_is_fraction_of_passed_tests():
     tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add(1) == 1", "assert add('a', 'b') == 'ab'"]
-    assert code()(completions=[f"Here it is:\n{ADD}\nDone.", "no idea", ADD], tests=[tests, tests, None]) == [0.5, 0, None]
-    assert code(code_all_or_nothing=True)(completions=[ADD, ADD], tests=[tests, tests[:1]]) == [0, 1]
+    assert load_code_reward()(completions=[f"Here it is:\n{ADD}\nDone.", "no idea", ADD], tests=[tests, tests, None]) == [0.5, 0, None]
+    assert load_code_reward(code_all_or_nothing=True)(completions=[ADD, ADD], tests=[tests, tests[:1]]) == [0, 1]
 
 
 def test_code_stdin_programs_are_scored_by_output():
     program = "```python\nn = int(input())\nprint(n * 2, ' ')\n\n```"
     tests = [{"input": "2\n", "output": "4"}, {"input": "3", "output": "6\n"}, {"input": "x", "output": ""}, {"input": "1", "output": "3"}]
-    assert code()(completions=[program], test_cases=[tests]) == [0.5]
+    assert load_code_reward()(completions=[program], test_cases=[tests]) == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_code_tests_in_common_forms_are_read(tests, read):
 
 
 def test_code_unreadable_tests_fail_only_their_row():
-    scores = code()(completions=[ADD] * 3, tests=["[broken", [3], ["assert add(1, 1) == 2"]])
+    scores = load_code_reward()(completions=[ADD] * 3, tests=["[broken", [3], ["assert add(1, 1) == 2"]])
     assert [isinstance(value, RowFailure) for value in scores] == [True, True, False]
     assert scores[2] == 1
 
@@ -71,13 +71,15 @@ def test_find_program_returns_last_block_even_if_truncated():
 
 def test_a_main_guard_does_not_run_before_tests_of_functions():
     text = "```python\ndef f(): return 1\nif __name__ == '__main__':\n    print(f(int(input())))\n```"
-    assert code()(completions=[text], tests=[["assert f() == 1"]]) == [1]
+    assert load_code_reward()(completions=[text], tests=[["assert f() == 1"]]) == [1]
 
 
 def test_code_endless_program_fails_only_unfinished_tests():
     text = "```python\ndef f(n):\n    while n: pass\n    return 0\n```"
     started = time.monotonic()
-    assert code(code_timeout=0.5)(completions=[text, ADD], tests=[["assert f(0) == 0", "assert f(1) == 0"], ["assert add(1, 1) == 2"]]) == [
+    assert load_code_reward(code_timeout=0.5)(
+        completions=[text, ADD], tests=[["assert f(0) == 0", "assert f(1) == 0"], ["assert add(1, 1) == 2"]]
+    ) == [
         0.5,
         1,
     ]
@@ -86,7 +88,7 @@ def test_code_endless_program_fails_only_unfinished_tests():
 
 @pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "print('1\\n' * 9)", "exit()"])
 def test_code_program_that_exits_early_or_prints_verdicts_fails(end):
-    assert code()(completions=[f"```python\n{end}\n```"], tests=[["assert f() == 1"]]) == [0]
+    assert load_code_reward()(completions=[f"```python\n{end}\n```"], tests=[["assert f() == 1"]]) == [0]
 
 
 @pytest.mark.parametrize(
@@ -97,20 +99,20 @@ def test_code_program_that_exits_early_or_prints_verdicts_fails(end):
 )  # fmt: skip
 def test_code_program_time_is_limited(program):
     started = time.monotonic()
-    outcome = attempt(program, seconds=0.5)
+    outcome = run_attempt(program, seconds=0.5)
     assert outcome.timed_out and not outcome.clean
     assert time.monotonic() - started < 30  # of 60 or more, on a busy machine too
 
 
 def test_code_program_memory_is_limited():
-    assert "MemoryError" in attempt("x = bytearray(2 << 30)").errors
+    assert "MemoryError" in run_attempt("x = bytearray(2 << 30)").errors
 
 
 def test_code_program_output_and_files_are_limited():
-    outcome = attempt("while True: print('x' * 100000)")
+    outcome = run_attempt("while True: print('x' * 100000)")
     assert not outcome.clean and len(outcome.output) <= 16 << 20
-    assert "File too large" in attempt("f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))").errors
-    assert "Too many open files" in attempt("fs = [open('/dev/null') for _ in range(1000)]").errors
+    assert "File too large" in run_attempt("f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))").errors
+    assert "Too many open files" in run_attempt("fs = [open('/dev/null') for _ in range(1000)]").errors
 
 
 @pytest.mark.parametrize(
@@ -119,40 +121,42 @@ def test_code_program_output_and_files_are_limited():
      "import subprocess; subprocess.run(['true'])", "import multiprocessing as m; m.Process(target=print).start()"],
 )  # fmt: skip
 def test_code_forbidden_action_raises_in_the_program(action):
-    outcome = attempt(action + "\nprint('done')")
+    outcome = run_attempt(action + "\nprint('done')")
     assert outcome.output == "" and "Error" in outcome.errors
 
 
 def test_code_program_cannot_read_files_of_the_run(tmp_path):
     (tmp_path / "answers.jsonl").write_text("42")
     for path in (tmp_path / "answers.jsonl", "/etc/passwd", f"/proc/{os.getpid()}/environ", Path(__file__)):
-        assert "PermissionError" in attempt(f"open({str(path)!r}).read(); print('done')").errors
+        assert "PermissionError" in run_attempt(f"open({str(path)!r}).read(); print('done')").errors
 
 
 def test_code_program_does_not_see_environment_variables_of_the_run(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "sesame")
-    assert "sesame" not in attempt("import os; print(dict(os.environ))").output
+    assert "sesame" not in run_attempt("import os; print(dict(os.environ))").output
 
 
 def test_code_program_may_use_its_directory_threads_and_numpy():
-    assert attempt("open('a', 'w').write('x'); print(open('a').read())").output == "x\n"
+    assert run_attempt("open('a', 'w').write('x'); print(open('a').read())").output == "x\n"
     threads = "import threading\nt = threading.Thread(target=print, args=('x',)); t.start(); t.join()"
-    assert attempt(threads).output == "x\n"
-    assert attempt("import numpy; print(int(numpy.ones((9, 9)).sum()))", seconds=20).output == "81\n"
-    assert attempt("import asyncio\nasync def f(): return 1\nprint(asyncio.run(f()))").output == "1\n"
+    assert run_attempt(threads).output == "x\n"
+    assert run_attempt("import numpy; print(int(numpy.ones((9, 9)).sum()))", seconds=20).output == "81\n"
+    assert run_attempt("import asyncio\nasync def f(): return 1\nprint(asyncio.run(f()))").output == "1\n"
 
 
 def test_code_program_leaves_no_files_and_processes(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    code(code_timeout=0.3)(completions=["```python\nopen('a', 'w')\nwhile True: pass\n```"] * 3, tests=[["assert f() == 1"]] * 3)
+    load_code_reward(code_timeout=0.3)(
+        completions=["```python\nopen('a', 'w')\nwhile True: pass\n```"] * 3, tests=[["assert f() == 1"]] * 3
+    )
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_behind_the_timeout_of_the_batch_fail_by_name():
     loop = "```python\nwhile True: pass\n```"
-    scores = code(code_timeout=30.0, reward_timeout=0.5, code_num_workers=1)(
+    scores = load_code_reward(code_timeout=30.0, reward_timeout=0.5, code_num_workers=1)(
         completions=[loop, ADD], tests=[["assert f() == 1"], ["assert add(1, 1) == 2"]]
     )
     assert scores[0] == 0 and isinstance(scores[1], RowFailure)

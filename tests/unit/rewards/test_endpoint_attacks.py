@@ -19,14 +19,14 @@ from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import as_yaml
 from megatron_grpo.run.rewards.scoring import score
-from tests.unit.rewards.servers import json_server
-from tests.unit.rewards.test_endpoint_rewards import batch, judge_at, load, said
+from tests.unit.rewards.servers import serve_json
+from tests.unit.rewards.test_endpoint_rewards import load, load_judge, make_batch, make_chat_response
 
 KEY = "sesame-0123456789-open"
 
 
 @contextmanager
-def raw_server(answer):
+def serve_raw(answer):
     """Gives each connection, once its request has come, to `answer(connection)`; yields the server's URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     stop = threading.Event()
@@ -54,9 +54,9 @@ def raw_server(answer):
         listener.close()
 
 
-def error_of(url, **settings):
+def find_error(url, **settings):
     with pytest.raises(RewardError) as caught:
-        score([judge_at(url, **settings)], batch(["c"]))
+        score([load_judge(url, **settings)], make_batch(["c"]))
     return str(caught.value)
 
 
@@ -72,37 +72,37 @@ def test_judge_redirect_is_not_followed(status):
     def elsewhere(connection, stop):
         asked.append(connection.getpeername())
 
-    with raw_server(elsewhere) as other:
+    with serve_raw(elsewhere) as other:
 
         def answer(connection, stop):
             head = f"HTTP/1.1 {status} Moved\r\nLocation: {other}/v1?stolen={KEY}\r\nContent-Length: 0\r\n\r\n"
             connection.sendall(head.encode())
 
-        with raw_server(answer) as url:
-            told = error_of(url)
+        with serve_raw(answer) as url:
+            told = find_error(url)
     assert asked == [] and "Redirects are not followed" in told and other in told and KEY not in told
 
 
 @pytest.mark.parametrize(
     "reply",
-    [(401, f"no such key: {KEY}"), (200, f"<html>{KEY}"), (200, {"echo": f"Bearer {KEY}"}), (429, KEY), said(f"Your key is {KEY}"),
-     (500, f"{{'Authorization': 'Bearer {KEY}'}}")],
+    [(401, f"no such key: {KEY}"), (200, f"<html>{KEY}"), (200, {"echo": f"Bearer {KEY}"}), (429, KEY),
+     make_chat_response(f"Your key is {KEY}"), (500, f"{{'Authorization': 'Bearer {KEY}'}}")],
 )  # fmt: skip
 def test_judge_error_does_not_repeat_a_key_echoed_by_server(reply, caplog):
-    with json_server(lambda path, request, headers: reply) as url:
-        assert KEY not in error_of(url, reward_timeout=0.3)
-        score([judge_at(url, reward_timeout=0.3, reward_on_error="none")], batch(["c"]))
+    with serve_json(lambda path, request, headers: reply) as url:
+        assert KEY not in find_error(url, reward_timeout=0.3)
+        score([load_judge(url, reward_timeout=0.3, reward_on_error="none")], make_batch(["c"]))
     assert KEY not in caplog.text
 
 
 def test_judge_repr_omits_the_key_and_pickle_raises():
-    judge = judge_at("http://127.0.0.1:9").function
+    judge = load_judge("http://127.0.0.1:9").function
     assert KEY not in repr(vars(judge)) + str(vars(judge))
     with pytest.raises(TypeError, match="a key cannot be serialized"):
         pickle.dumps(judge)
 
 
-def endless(head, part, pause=0.0):
+def make_endless_answer(head, part, pause=0.0):
     def answer(connection, stop):
         connection.sendall(head)
         while not stop.wait(pause):
@@ -116,17 +116,18 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [(endless(OK + b"\r\n", b"x" * 65536), "returned more than 4 MiB"),
-     (endless(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"), "returned more than 4 MiB"),
-     (endless(OK + b"Content-Length: 999999999999\r\n\r\n", b"x" * 65536), "returned more than 4 MiB"),
-     (endless(OK + b"\r\n", b"x", 0.05), "timed out"), (endless(b"HTTP/1.1 200 ", b"x", 0.05), "timed out"),
-     (endless(OK, b"X-A: b\r\n", 0.05), "timed out"), (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02), "timed out"),
-     (endless(OK, b"X: " + b"y" * 65536), "cannot be reached")],
+    [(make_endless_answer(OK + b"\r\n", b"x" * 65536), "returned more than 4 MiB"),
+     (make_endless_answer(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"), "returned more than 4 MiB"),
+     (make_endless_answer(OK + b"Content-Length: 999999999999\r\n\r\n", b"x" * 65536), "returned more than 4 MiB"),
+     (make_endless_answer(OK + b"\r\n", b"x", 0.05), "timed out"), (make_endless_answer(b"HTTP/1.1 200 ", b"x", 0.05), "timed out"),
+     (make_endless_answer(OK, b"X-A: b\r\n", 0.05), "timed out"),
+     (make_endless_answer(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02), "timed out"),
+     (make_endless_answer(OK, b"X: " + b"y" * 65536), "cannot be reached")],
 )  # fmt: skip
 def test_judge_response_is_limited_in_bytes_and_time(answer, reason):
     started = time.monotonic()
-    with raw_server(answer) as url:
-        assert reason in error_of(url, reward_timeout=0.5)
+    with serve_raw(answer) as url:
+        assert reason in find_error(url, reward_timeout=0.5)
     assert time.monotonic() - started < 10  # each wait on the socket is short: without a deadline of the whole this is for ever
 
 
@@ -136,15 +137,15 @@ def test_judge_response_is_limited_in_bytes_and_time(answer, reason):
      '{"choices": 7}', "7" * 10_000, '"text"', json.dumps({"choices": [{"message": {"content": "Score: high"}}]})],
 )  # fmt: skip
 def test_judge_response_of_wrong_form_fails_only_its_row(content):
-    with json_server(lambda path, request, headers: (200, content)) as url:
-        told = error_of(url)
+    with serve_json(lambda path, request, headers: (200, content)) as url:
+        told = find_error(url)
         assert "on row 0, completion 'c'" in told and "raised" not in told
-        assert score([judge_at(url, reward_on_error="none")], batch(["c"])).rows == ((None,),)
+        assert score([load_judge(url, reward_on_error="none")], make_batch(["c"])).rows == ((None,),)
 
 
 def test_judge_score_above_float_range_is_clamped():
-    with json_server(lambda path, request, headers: said("Score: " + "9" * 400)) as url:
-        assert judge_at(url).function(prompts=["p"], completions=["c"]) == [1.0]
+    with serve_json(lambda path, request, headers: make_chat_response("Score: " + "9" * 400)) as url:
+        assert load_judge(url).function(prompts=["p"], completions=["c"]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_judge_score_above_float_range_is_clamped():
 )  # fmt: skip
 def test_judge_over_http_to_another_machine_gives_a_warning(url, warns, caplog):
     with caplog.at_level(logging.WARNING):
-        judge_at(url)
+        load_judge(url)
         load("reward_model", reward_model_url=f"{url}/score")
     assert ("the key, prompts and completions are sent to" in caplog.text) == warns
     assert ("reward_model_url is http://: prompts and completions" in caplog.text) == warns
@@ -167,14 +168,14 @@ def test_judge_key_line_end_is_stripped_and_two_lines_are_rejected(monkeypatch):
 
     def answer(path, request, headers):
         seen.append(headers["Authorization"])
-        return said("Score: 10")
+        return make_chat_response("Score: 10")
 
-    with json_server(answer) as url:
+    with serve_json(answer) as url:
         monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
-        assert judge_at(url).function(prompts=["p"], completions=["c"]) == [1.0]
+        assert load_judge(url).function(prompts=["p"], completions=["c"]) == [1.0]
         monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\nX-Injected: 1")
         with pytest.raises(ConfigError, match="OPENAI_API_KEY has no valid key") as caught:
-            judge_at(url)
+            load_judge(url)
     assert seen == [f"Bearer {KEY}"] and KEY not in str(caught.value)
 
 

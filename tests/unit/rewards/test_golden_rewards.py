@@ -76,16 +76,16 @@ def rewards():
     close_rewards(functions)
 
 
-def scores_of(function, rows, **columns):
+def list_scores(function, rows, **columns):
     found = function(completions=[row[0] for row in rows], answer=[row[1] for row in rows], **columns)
     return [(row[0], row[1], score) for row, score in zip(rows, found)]
 
 
 def test_accuracy_and_math_agree_with_the_table(rewards):
-    assert scores_of(rewards["accuracy"], BOTH) == BOTH
-    assert scores_of(rewards["math"], BOTH) == BOTH
-    assert scores_of(rewards["math"], OF_MATH) == OF_MATH
-    assert scores_of(rewards["accuracy"], OF_MATH) == [(*row[:2], 0) for row in OF_MATH]
+    assert list_scores(rewards["accuracy"], BOTH) == BOTH
+    assert list_scores(rewards["math"], BOTH) == BOTH
+    assert list_scores(rewards["math"], OF_MATH) == OF_MATH
+    assert list_scores(rewards["accuracy"], OF_MATH) == [(*row[:2], 0) for row in OF_MATH]
 
 
 def test_cosine_and_math_rewards_agree_on_correctness(rewards):

@@ -13,7 +13,7 @@ from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, Rewa
 from megatron_grpo.run.rewards.scoring import score
 
 
-def batch(completions=("a", "b"), **columns):
+def make_batch(completions=("a", "b"), **columns):
     return RewardBatch(
         prompts=["p"] * len(completions),
         completions=completions,
@@ -81,7 +81,7 @@ def test_reward_function_receives_arguments_of_its_signature_only():
         return [0, 0]
 
     functions = [RewardFunction(name=f.__name__, function=f, timeout=5) for f in (everything, some, optional)]
-    score(functions, batch(answer=[7, 8], note=["x", "y"]))
+    score(functions, make_batch(answer=[7, 8], note=["x", "y"]))
     assert seen["everything"] == {"prompts", "completions", "completion_ids", "trainer_state", "answer", "note"}
     assert seen["some"] == (["a", "b"], [7, 8], {"step": 3})
     assert seen["optional"] == ([[1, 2], [1, 2]], "default")
@@ -103,14 +103,14 @@ def test_functions_load_from_a_file_a_package_and_the_built_in_names(tmp_path):
     functions = load(f"{file}:plain", f"{file}:later", f"{file}:Plugin", "length", "format")
     assert [function.name for function in functions] == ["plain", "later", "Plugin", "length", "format"]
     assert [function.is_async for function in functions] == [False, True, False, False, False]
-    assert score(functions[:3], batch()).rows == ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))
+    assert score(functions[:3], make_batch()).rows == ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))
 
 
 def test_functions_load_from_a_module_in_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "reward_package").mkdir()
     (tmp_path / "reward_package" / "rules.py").write_text("def constant(completions): return [4] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
-    assert score(load("reward_package.rules:constant"), batch()).rows == ((4.0,), (4.0,))
+    assert score(load("reward_package.rules:constant"), make_batch()).rows == ((4.0,), (4.0,))
 
 
 def test_reward_functions_with_equal_names_have_distinct_metric_names(tmp_path):

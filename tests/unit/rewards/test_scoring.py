@@ -21,13 +21,13 @@ PATIENCE = 1.6
 FEW = 4  # rows, so that one that is called alone is given much of it
 
 
-def batch(*bad, rows=ROWS):
+def make_batch(*bad, rows=ROWS):
     completions = [BAD if row in bad else GOOD for row in range(rows)]
     return RewardBatch(prompts=["p"] * rows, completions=completions, completion_ids=[[1]] * rows, columns={},
                        labels=[f"row {row}" for row in range(rows)])  # fmt: skip
 
 
-def reward(function, on_error="none", timeout=2.0):
+def make_reward(function, on_error="none", timeout=2.0):
     return RewardFunction(name=function.__name__, function=function, timeout=timeout, on_error=on_error)
 
 
@@ -84,13 +84,13 @@ async def hangs_later(completions):
 @pytest.mark.parametrize("function", [raises, miscounts, returns_nan, returns_text, raises_later])
 @pytest.mark.parametrize("bad", [(0,), (9,), (15,), (3, 4, 12)])
 def test_reward_failure_affects_only_its_rows(function, bad):
-    rows = score([reward(function)], batch(*bad)).rows
+    rows = score([make_reward(function)], make_batch(*bad)).rows
     assert rows == tuple((None,) if row in bad else (1.0,) for row in range(ROWS))
 
 
 @pytest.mark.parametrize("function", [hangs, swallows, hangs_later])
 def test_reward_hanging_row_times_out_and_others_are_scored(function):
-    rows = score([reward(function, timeout=PATIENCE)], batch(2, rows=FEW)).rows
+    rows = score([make_reward(function, timeout=PATIENCE)], make_batch(2, rows=FEW)).rows
     assert rows == ((1.0,), (1.0,), (None,), (1.0,))
 
 
@@ -109,13 +109,13 @@ def test_reward_hanging_row_times_out_and_others_are_scored(function):
 )  # fmt: skip
 def test_an_error_names_function_row_and_value(function, message):
     with pytest.raises(RewardError) as error:
-        score([reward(function, "raise", 60)], batch(9))
+        score([make_reward(function, "raise", 60)], make_batch(9))
     assert str(error.value) == message
 
 
 def test_reward_timeout_error_states_batch_and_row_limits():
     with pytest.raises(RewardError) as error:
-        score([reward(hangs, "raise", PATIENCE)], batch(2, rows=FEW))
+        score([make_reward(hangs, "raise", PATIENCE)], make_batch(2, rows=FEW))
     assert str(error.value) == (
         "Reward `hangs` did not return within 1.6 s, nor within 0.4 s when called for one row alone, on row 2, completion 'bad'."
     )
@@ -129,7 +129,7 @@ def test_reward_that_fails_once_is_reported_with_first_failure():
         return [1.0] * next(counts, len(completions))
 
     with pytest.raises(RewardError, match="^Reward `forgets` returned 3 values for 16 completions, on all 16 rows"):
-        score([reward(forgets, "raise", 60)], batch())
+        score([make_reward(forgets, "raise", 60)], make_batch())
 
     def broken_twice(completions):
         if len(completions) == ROWS:
@@ -139,12 +139,12 @@ def test_reward_that_fails_once_is_reported_with_first_failure():
     with pytest.raises(
         RewardError, match="^Reward `broken_twice` returned 0 values for 16 completions; called again for one row alone it raised"
     ):
-        score([reward(broken_twice, "raise", 60)], batch())
+        score([make_reward(broken_twice, "raise", 60)], make_batch())
 
 
 def test_reward_failure_of_every_row_gives_one_message():
     with pytest.raises(RewardError, match="`returns_nan` returned nan, on all 4 rows; the first is row 0, completion 'bad'.$"):
-        score([reward(returns_nan, "raise")], batch(0, 1, 2, 3, rows=4))
+        score([make_reward(returns_nan, "raise")], make_batch(0, 1, 2, 3, rows=4))
 
 
 def test_a_reward_that_is_too_large_to_be_averaged_is_refused():
@@ -154,12 +154,12 @@ def test_a_reward_that_is_too_large_to_be_averaged_is_refused():
     with pytest.raises(
         RewardError, match=r"`huge` returned 1e\+308, which exceeds 1e\+30 and cannot be averaged, on all 16 rows; the first"
     ):
-        score([reward(huge, "raise", 60)], batch())
+        score([make_reward(huge, "raise", 60)], make_batch())
 
 
 def test_reward_error_names_all_failing_functions():
     with pytest.raises(RewardError) as error:
-        score([reward(raises, "raise"), reward(returns_nan, "raise"), reward(hangs, "none", 0.3)], batch(2, rows=4))
+        score([make_reward(raises, "raise"), make_reward(returns_nan, "raise"), make_reward(hangs, "none", 0.3)], make_batch(2, rows=4))
     assert [line.split("`")[1] for line in str(error.value).splitlines()] == ["raises", "returns_nan"]
 
 
@@ -167,7 +167,7 @@ def test_reward_failure_notices_are_printed_once_per_kind():
     def mixed(completions):
         return [float("inf") if row == 3 else "x" if row > 5 else 1 for row in range(len(completions))]
 
-    notices = score([reward(mixed)], batch()).notices
+    notices = score([make_reward(mixed)], make_batch()).notices
     assert [(notice.kind, "row 3," in notice.message, "row 6," in notice.message) for notice in notices] == [
         ("not finite", True, False), ("type", False, True)]  # fmt: skip
     assert notices[1].message.endswith("It failed on 10 of 16 rows. Counted as None.")
@@ -188,8 +188,8 @@ def test_asynchronous_functions_run_at_the_same_time_as_each_other_and_as_the_re
         meeting.wait(60)
         return [3] * len(completions)
 
-    functions = [reward(function, "raise", 60) for function in (first, second, third)]
-    assert score(functions, batch(rows=2)).rows == ((1.0, 2.0, 3.0),) * 2
+    functions = [make_reward(function, "raise", 60) for function in (first, second, third)]
+    assert score(functions, make_batch(rows=2)).rows == ((1.0, 2.0, 3.0),) * 2
 
 
 def test_async_rewards_reuse_event_loop_and_replace_a_blocked_one():
@@ -201,11 +201,11 @@ def test_async_rewards_reuse_event_loop_and_replace_a_blocked_one():
             time.sleep(20)
         return [1] * len(completions)
 
-    function = reward(blocks, timeout=2)
-    score([function], batch(rows=1))
-    score([function], batch(rows=1))
-    assert score([function], batch(0, rows=1)).rows == ((None,),)
-    assert score([function], batch(rows=1)).rows == ((1.0,),)
+    function = make_reward(blocks, timeout=2)
+    score([function], make_batch(rows=1))
+    score([function], make_batch(rows=1))
+    assert score([function], make_batch(0, rows=1)).rows == ((None,),)
+    assert score([function], make_batch(rows=1)).rows == ((1.0,),)
     assert loops[0] is loops[1] is loops[2] is not loops[3]
 
 
@@ -214,12 +214,12 @@ def test_signal_during_scoring_is_not_a_reward_failure():
         raise RunInterruptedError
 
     with pytest.raises(RunInterruptedError):
-        score([reward(interrupted)], batch(rows=2))
+        score([make_reward(interrupted)], make_batch(rows=2))
 
 
 def test_scoring_works_away_from_the_main_thread():
     results = []
-    thread = threading.Thread(target=lambda: results.append(score([reward(raises)], batch(1, rows=2)).rows))
+    thread = threading.Thread(target=lambda: results.append(score([make_reward(raises)], make_batch(1, rows=2)).rows))
     thread.start()
     thread.join()
     assert results == [((1.0,), (None,))]
@@ -233,11 +233,11 @@ def test_reward_alarm_of_user_does_not_clear_the_timeout():
         time.sleep(1000)
 
     with pytest.raises(RewardError, match="did not return within 0.3 s"):
-        score([reward(clears, "raise", 0.3)], batch(rows=1))
+        score([make_reward(clears, "raise", 0.3)], make_batch(rows=1))
 
 
 def test_score_batch_of_no_completions_is_empty():
-    assert score([reward(raises)], batch(rows=0)).rows == ()
+    assert score([make_reward(raises)], make_batch(rows=0)).rows == ()
 
 
 def test_reward_that_cannot_be_interrupted_ends_process_with_stack():

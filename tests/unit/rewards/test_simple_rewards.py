@@ -13,7 +13,7 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import close_rewards, load_rewards
 
 
-def built(name, **settings):
+def load_built_in(name, **settings):
     return load_rewards(Config().with_values({"reward_funcs": [name], **settings}))[0].function
 
 
@@ -46,24 +46,24 @@ def test_different_answers_do_not_match(left, right):
 
 
 def test_accuracy_is_one_for_the_right_final_answer_and_none_without_one():
-    accuracy = built("accuracy")
+    accuracy = load_built_in("accuracy")
     texts = ["7", "it is 7", "\\boxed{7}", "the answer is 7.", "8", "7", "lyon"]
     assert accuracy(completions=texts, answer=[7, 7, "7", "6+1 #### 7\n#### 7", 7, None, ["Paris", "Lyon"]]) == [1, 0, 1, 1, 0, None, 1]
 
 
 def test_accuracy_uses_answer_or_solution_column_per_row():
-    assert built("accuracy")(completions=["1", "2", "3"], answer=["1", None, None], solution=[None, "2", None]) == [1, 1, None]
+    assert load_built_in("accuracy")(completions=["1", "2", "3"], answer=["1", None, None], solution=[None, "2", None]) == [1, 1, None]
 
 
 def test_accuracy_prefers_answer_to_solution_and_obeys_answer_column():
     columns = {"answer": ["1"], "solution": ["2"], "label": ["3"]}
-    assert built("accuracy")(completions=["1"], **columns) == [1]
-    assert built("accuracy", answer_column="label")(completions=["3"], **columns) == [1]
-    assert built("accuracy")(completions=[[{"role": "assistant", "content": "2"}]], solution=["2"]) == [1]
+    assert load_built_in("accuracy")(completions=["1"], **columns) == [1]
+    assert load_built_in("accuracy", answer_column="label")(completions=["3"], **columns) == [1]
+    assert load_built_in("accuracy")(completions=[[{"role": "assistant", "content": "2"}]], solution=["2"]) == [1]
 
 
 def test_exact_accuracy_compares_character_by_character():
-    assert built("accuracy", accuracy_exact=True)(completions=["7", "7 ", "\\boxed{7}"], answer=["7"] * 3) == [1, 0, 0]
+    assert load_built_in("accuracy", accuracy_exact=True)(completions=["7", "7 ", "\\boxed{7}"], answer=["7"] * 3) == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_exact_accuracy_compares_character_by_character():
      ("<think>a</think><answer>b</answer><answer>c</answer>", 0), ("<think></think><answer></answer>", 1)],
 )  # fmt: skip
 def test_format_wants_each_tag_once_in_order_and_nothing_else(text, score):
-    assert built("format")(completions=[text]) == [score]
+    assert load_built_in("format")(completions=[text]) == [score]
 
 
 ASKED = [{"role": "user", "content": "What is 1+2? Use <think></think> and <answer></answer>."}]
@@ -109,22 +109,25 @@ def test_format_of_episode_messages_includes_opened_tag():
 
 
 def test_format_tags_can_be_chosen():
-    assert built("format", format_tags=["plan", "code"])(completions=["<plan>a</plan> <code>b</code>", "<think>a</think>"]) == [1, 0]
+    assert load_built_in("format", format_tags=["plan", "code"])(completions=["<plan>a</plan> <code>b</code>", "<think>a</think>"]) == [
+        1,
+        0,
+    ]
     with pytest.raises(ConfigError, match="format_tags"):
-        built("format", format_tags=["<think>"])
+        load_built_in("format", format_tags=["<think>"])
 
 
 def test_length_falls_by_one_per_max_completion_length():
-    assert built("length", max_completion_length=100)(completion_ids=[[], [0] * 25, [0] * 100]) == [0, -0.25, -1]
-    assert built("length", max_completion_length=100, length_target=50)(completion_ids=[[], [0] * 50, [0] * 60]) == [-0.5, 0, -0.1]
+    assert load_built_in("length", max_completion_length=100)(completion_ids=[[], [0] * 25, [0] * 100]) == [0, -0.25, -1]
+    assert load_built_in("length", max_completion_length=100, length_target=50)(completion_ids=[[], [0] * 50, [0] * 60]) == [-0.5, 0, -0.1]
     with pytest.raises(ConfigError, match="length_target \\(300\\) must be between 0 and max_completion_length \\(100\\)"):
-        built("length", max_completion_length=100, length_target=300)
+        load_built_in("length", max_completion_length=100, length_target=300)
 
 
 def test_soft_overlong_is_a_ramp_before_the_limit():
-    ramp = built("soft_overlong", max_completion_length=100, soft_cache_length=20)
+    ramp = load_built_in("soft_overlong", max_completion_length=100, soft_cache_length=20)
     assert ramp(completion_ids=[[0] * size for size in (0, 80, 81, 90, 100)]) == [0, 0, -0.05, -0.5, -1]
-    lower = built("soft_overlong", max_completion_length=100, soft_max_length=50, soft_cache_length=20)
+    lower = load_built_in("soft_overlong", max_completion_length=100, soft_max_length=50, soft_cache_length=20)
     assert lower(completion_ids=[[0] * size for size in (30, 40, 50)]) == [0, -0.5, -1]
 
 
@@ -132,7 +135,7 @@ def test_soft_overlong_equals_trls():
     rewards = pytest.importorskip("trl.rewards")
     ids = [[0] * size for size in range(101)]
     theirs = rewards.get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=30)(ids)
-    assert built("soft_overlong", max_completion_length=100, soft_cache_length=30)(completion_ids=ids) == pytest.approx(theirs)
+    assert load_built_in("soft_overlong", max_completion_length=100, soft_cache_length=30)(completion_ids=ids) == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +146,11 @@ def test_soft_overlong_equals_trls():
 )  # fmt: skip
 def test_soft_overlong_with_invalid_settings_is_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
-        built("soft_overlong", max_completion_length=100, **settings)
+        load_built_in("soft_overlong", max_completion_length=100, **settings)
 
 
 def test_repetition_is_the_share_of_n_grams_that_come_again():
-    repetition = built("repetition", repetition_n_grams=2, repetition_max_penalty=-2.0)
+    repetition = load_built_in("repetition", repetition_n_grams=2, repetition_max_penalty=-2.0)
     # 1 2 1 2 1: four pairs, two of them different. One token has no pair.
     assert repetition(completion_ids=[[1, 2, 1, 2, 1], [1, 2, 3], [1], []]) == [-1, 0, 0, 0]
 
@@ -159,12 +162,12 @@ def test_repetition_equals_trls():
     draw = random.Random(0)
     ids = [[draw.randrange(3) for _ in range(size)] for size in range(40)]
     theirs = rewards.get_repetition_penalty_reward(ngram_size=3, max_penalty=-1.0)(ids)
-    assert built("repetition")(completion_ids=ids) == pytest.approx(theirs)
+    assert load_built_in("repetition")(completion_ids=ids) == pytest.approx(theirs)
 
 
 def test_cosine_runs_from_short_to_long_for_right_and_wrong_answers():
     pytest.importorskip("math_verify")
-    cosine = built("cosine", cosine_max_len=100)
+    cosine = load_built_in("cosine", cosine_max_len=100)
     texts, ids = ["7", "7", "7", "7", "8", "8", "8"], [[0] * size for size in (0, 50, 100, 1000, 0, 100, 50)]
     scores = cosine(completions=texts, completion_ids=ids, answer=[7] * 7)
     cosine.close()
@@ -173,7 +176,7 @@ def test_cosine_runs_from_short_to_long_for_right_and_wrong_answers():
 
 def test_cosine_equals_the_published_formula():
     pytest.importorskip("math_verify")
-    cosine = built("cosine", cosine_max_len=64, cosine_min_len_value_correct=2.0, cosine_max_len_value_correct=1.0)
+    cosine = load_built_in("cosine", cosine_max_len=64, cosine_min_len_value_correct=2.0, cosine_max_len_value_correct=1.0)
     scores = cosine(completions=["7"] * 65, completion_ids=[[0] * size for size in range(65)], answer=[7] * 65)
     # CosFn(t, T, min, max) = min + (max - min) (1 + cos(t pi / T)) / 2
     assert scores == pytest.approx([1.0 + (2.0 - 1.0) * (1 + math.cos(t * math.pi / 64)) / 2 for t in range(65)])

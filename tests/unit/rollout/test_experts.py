@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.core.rollout.experts import ExpertLayers, InvalidRoutingError, collect_group_experts, completion_routes
 from megatron_grpo.core.types import TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
-from tests.unit.weights.tiny import config_of
+from tests.unit.weights.tiny import make_model_config
 
 LAYERS = ExpertLayers(layers=(1, 3), num_experts=300, topk=2)
 # As vLLM 0.32 returned it: 5 prompt and 3 drawn tokens, the last of which was never run; layers 0 and 2 have no experts; ids above 255 make
@@ -20,7 +20,7 @@ RECORDED[:, 1] = [[t, 290 + t] for t in range(7)]
 RECORDED[:, 3] = [[40 + t, 7] for t in range(7)]
 
 
-def sequence(experts) -> TokenSequence:
+def make_sequence(experts) -> TokenSequence:
     return TokenSequence(token_ids=np.arange(len(experts)), mask=np.ones(len(experts), dtype=bool), experts=experts)
 
 
@@ -40,14 +40,14 @@ def test_group_experts_share_prompt_routes_and_leave_last_token_free():
     assert len(third) == 7 and (third[5] == LAYERS.read(other)[5]).all()
     for experts in (first, second, third):
         assert experts.dtype == np.int16 and (experts[-1] == -1).all()
-        LAYERS.check(sequence(experts))
+        LAYERS.check(make_sequence(experts))
 
 
 def test_expert_layers_equal_those_of_the_model():
-    assert ExpertLayers.from_shape(ModelShape.from_hf(config_of("deepseek_v3"))) == ExpertLayers(layers=(1,), num_experts=4, topk=2)
-    assert ExpertLayers.from_shape(ModelShape.from_hf(config_of("qwen3_moe_mixed"))).layers == (3,)
+    assert ExpertLayers.from_shape(ModelShape.from_hf(make_model_config("deepseek_v3"))) == ExpertLayers(layers=(1,), num_experts=4, topk=2)
+    assert ExpertLayers.from_shape(ModelShape.from_hf(make_model_config("qwen3_moe_mixed"))).layers == (3,)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
-        ExpertLayers.from_shape(ModelShape.from_hf(config_of("llama")))
+        ExpertLayers.from_shape(ModelShape.from_hf(make_model_config("llama")))
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -62,7 +62,7 @@ def test_expert_routes_that_are_impossible_raise(change, words):
     (good,) = collect_group_experts([LAYERS.read(RECORDED)], 5)
     changed = change(good)
     with pytest.raises(InvalidRoutingError, match=words):
-        LAYERS.check(dataclasses.replace(sequence(good), experts=changed))
+        LAYERS.check(dataclasses.replace(make_sequence(good), experts=changed))
 
 
 def test_expert_routes_missing_from_engine_raise():

@@ -73,7 +73,7 @@ class AsynchronousLLM:
         return [()]
 
 
-def colocated(llm: AsynchronousLLM) -> ColocatedEngine:
+def make_engine(llm: AsynchronousLLM) -> ColocatedEngine:
     return ColocatedEngine(llm, rank=0, world_size=1, tensor_parallel_size=1, max_model_len=64, sleep_level=1)
 
 
@@ -82,7 +82,7 @@ UPDATE: Any = SimpleNamespace(kind="weights", version=1, moves_tower=False, tens
 
 def test_vllm_has_no_step_in_flight_at_weight_sync_or_sleep():
     llm = AsynchronousLLM(2)
-    engine = colocated(llm)
+    engine = make_engine(llm)
     engine.load_weights(UPDATE)
     assert engine.version == 1 and not llm.engine_core.batch_queue
     llm.engine_core.batch_queue.append(1)
@@ -95,12 +95,12 @@ def test_an_engine_with_a_running_request_is_not_stepped_and_refuses_weights():
     llm = AsynchronousLLM(2)
     llm.is_busy = True
     with pytest.raises(WeightSyncError, match="a request is still running"):
-        colocated(llm).load_weights(UPDATE)
+        make_engine(llm).load_weights(UPDATE)
     assert len(llm.engine_core.batch_queue) == 2
 
 
 def test_closed_vllm_engine_releases_model_layers():
-    engine, layer = colocated(AsynchronousLLM(0)), torch.nn.Linear(2, 2)
+    engine, layer = make_engine(AsynchronousLLM(0)), torch.nn.Linear(2, 2)
     unit = ModuleWeights(module=layer, loaded={}, live={}, packed=frozenset(), padding=[], num_copies=0)
     engine._weights.tables[False] = CopyRecord(units=[unit])
     alive = weakref.ref(layer)
@@ -112,7 +112,7 @@ def test_closed_vllm_engine_releases_model_layers():
 def test_an_engine_with_model_runner_v2_is_not_patched():
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True)))
     patch_scheduling(llm)
-    assert colocated(llm).model_runner == "V2"
+    assert make_engine(llm).model_runner == "V2"
 
 
 def test_vllm_weights_in_another_layout_are_reloaded_on_gpu(monkeypatch):

@@ -27,7 +27,7 @@ def pack(module):
     module.kept_packed = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-def rows(first):
+def make_row_view(first):
     return TensorView(ROWS, (3, 1), 3 * first)
 
 
@@ -46,42 +46,50 @@ def table(layer):
                  padding=[("both", TensorView((1, 3), (3, 1), 12), 7.0)], num_copies=2)  # fmt: skip
     packed = ModuleWeights(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorLayout.from_tensor(layer.kept_packed)},
                   packed=frozenset({"kept_packed"}), padding=[], num_copies=2)  # fmt: skip
-    halves = [TensorCopy(1, "kept_packed", rows(0), rows(2)), TensorCopy(1, "kept_packed", rows(2), rows(0))]
-    copies = {"gate": [TensorCopy(0, "both", rows(0), None)], "up": [TensorCopy(0, "both", rows(2), None)], "halves": halves, "unused": []}
-    return CopyRecord([whole, packed], {name: tuple(tensor.shape) for name, tensor in tensors().items()}, copies)
+    halves = [
+        TensorCopy(1, "kept_packed", make_row_view(0), make_row_view(2)),
+        TensorCopy(1, "kept_packed", make_row_view(2), make_row_view(0)),
+    ]
+    copies = {
+        "gate": [TensorCopy(0, "both", make_row_view(0), None)],
+        "up": [TensorCopy(0, "both", make_row_view(2), None)],
+        "halves": halves,
+        "unused": [],
+    }
+    return CopyRecord([whole, packed], {name: tuple(tensor.shape) for name, tensor in make_tensors().items()}, copies)
 
 
-def tensors():
+def make_tensors():
     return {"gate": torch.ones(ROWS), "up": torch.full(ROWS, 1.001), "halves": torch.arange(12.0).view(4, 3), "unused": torch.ones(1)}
 
 
 def test_copy_table_load_writes_rounded_and_packed_parts(layer, table):
-    assert table.load(tensors().items(), pack) == []
+    assert table.load(make_tensors().items(), pack) == []
     assert layer.both.tolist() == [[1.0] * 3] * 4 + [[7.0] * 3]  # bfloat16 has no 1.001
     assert layer.read.tolist() == [[6.0, 9.0, 0.0, 3.0], [7.0, 10.0, 1.0, 4.0], [8.0, 11.0, 2.0, 5.0]]
     assert layer.kept_packed.numel() == 0 and table.is_as_learnt()
 
 
 def test_copy_table_load_accepts_gaps_and_any_order(layer, table):
-    named = tensors()
+    named = make_tensors()
     named["halves"] = torch.arange(12.0).view(3, 4).t()  # columns
     assert table.load(reversed(named.items()), pack) == []
     assert layer.read.tolist() == [[2.0, 3.0, 0.0, 1.0], [6.0, 7.0, 4.0, 5.0], [10.0, 11.0, 8.0, 9.0]]
 
 
 def test_copy_table_resolves_parameters_at_every_load(layer, table):
-    table.load(tensors().items(), pack)
+    table.load(make_tensors().items(), pack)
     before = layer.both.data
     layer.both.data = torch.full_like(before, float("nan"))
-    table.load([(name, 2 * tensor) for name, tensor in tensors().items()], pack)
+    table.load([(name, 2 * tensor) for name, tensor in make_tensors().items()], pack)
     assert layer.both[:4].tolist() == [[2.0] * 3] * 4 and before[0, 0] == 1.0
     layer.both.data = layer.both.data.float()
     assert not table.is_as_learnt()
 
 
 def test_copy_table_load_returns_missing_tensors(layer, table):
-    assert table.load([item for item in tensors().items() if item[0] not in ("up", "unused")], pack) == ["up"]
-    assert table.load(tensors().items(), pack) == []
+    assert table.load([item for item in make_tensors().items() if item[0] not in ("up", "unused")], pack) == ["up"]
+    assert table.load(make_tensors().items(), pack) == []
     assert layer.both[2:4].tolist() == [[1.0] * 3] * 2
 
 
@@ -104,13 +112,17 @@ def test_copy_table_requires_each_weight_covered_once():
             TensorLayout((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}
         ).covers_all_once()
 
-    assert covered(rows(0), rows(2))
-    assert not covered(rows(0)) and not covered(rows(0), rows(1)) and not covered(rows(0), rows(2), rows(1))
+    assert covered(make_row_view(0), make_row_view(2))
+    assert (
+        not covered(make_row_view(0))
+        and not covered(make_row_view(0), make_row_view(1))
+        and not covered(make_row_view(0), make_row_view(2), make_row_view(1))
+    )
     columns = TensorView((4, 1), (3, 1), 0)
     assert covered(columns, TensorView((4, 2), (3, 1), 1)) and not covered(columns, TensorView((4, 1), (3, 1), 2))
 
 
-def sliced(named):
+def slice_tensors(named):
     """Each tensor row by row, and each row in two parts."""
     for name, tensor in named:
         if tensor.dim() < 2:
@@ -122,24 +134,24 @@ def sliced(named):
 
 
 def test_copy_table_load_of_slices_equals_whole_tensors(layer, table):
-    assert table.load(sliced(tensors().items()), pack) == []
+    assert table.load(slice_tensors(make_tensors().items()), pack) == []
     right = layer.both.clone(), layer.read.clone()
     layer.both.data.fill_(float("nan"))
-    assert table.load(tensors().items(), pack) == []
+    assert table.load(make_tensors().items(), pack) == []
     assert torch.equal(layer.both, right[0]) and torch.equal(layer.read, right[1])
 
 
 def test_copy_table_load_returns_tensor_with_missing_slice(table):
-    *named, _ = sliced([("gate", tensors()["gate"])])
-    assert "gate" in table.load([*((name, tensor) for name, tensor in tensors().items() if name != "gate"), *named], pack)
+    *named, _ = slice_tensors([("gate", make_tensors()["gate"])])
+    assert "gate" in table.load([*((name, tensor) for name, tensor in make_tensors().items() if name != "gate"), *named], pack)
 
 
 def test_copy_table_load_buffers_slices_of_transposed_tensor(layer, table):
     turned = TensorView((3, 4), (1, 3), 0)  # the transpose
     table.copies["halves"] = [
         TensorCopy(1, "kept_packed", TensorView((3, 4), (1, 3), 0), turned),
-        TensorCopy(1, "kept_packed", rows(0), rows(0)),
+        TensorCopy(1, "kept_packed", make_row_view(0), make_row_view(0)),
     ]
     assert table.copies["halves"][0].start((4, 3)) is None and table.copies["halves"][1].start((4, 3)) == [0, 0]
-    assert table.load(sliced(tensors().items()), pack) == []
-    assert torch.equal(layer.read, tensors()["halves"].t())
+    assert table.load(slice_tensors(make_tensors().items()), pack) == []
+    assert torch.equal(layer.read, make_tensors()["halves"].t())

@@ -35,7 +35,7 @@ TYPED = {  # typed before the TAB: arguments that the program receives
 }
 
 
-def completed(terminal):
+def read_completions(terminal):
     """What the program receives after each line of `TYPED` and a TAB."""
     return {typed: terminal.say(f"megatron-grpo {typed}\t\n", r"<(.*?) ?>\r\n")[1] for typed in TYPED}
 
@@ -46,7 +46,7 @@ def test_completion_in_bash_completes_commands_settings_values_and_files(tmp_pat
     terminal = Terminal(["bash", "--norc", "-i"], tmp_path)
     try:
         terminal.say("source completion.bash; complete -p megatron-grpo\n", r"complete -o default -F _megatron_grpo megatron-grpo\r\n")
-        assert completed(terminal) == TYPED
+        assert read_completions(terminal) == TYPED
     finally:
         terminal.close()
 
@@ -59,12 +59,12 @@ def test_completion_in_zsh_equals_bash(tmp_path):
     terminal = Terminal(["zsh", "-d", "-i"], tmp_path)
     try:
         terminal.say("autoload -U compinit; compinit -u -D; source completion.zsh; print $_comps[megatron-grpo]:\n", r"_megatron_grpo:\r\n")
-        assert completed(terminal) == TYPED
+        assert read_completions(terminal) == TYPED
     finally:
         terminal.close()
 
 
-def offered(tmp_path, *words):
+def list_offers(tmp_path, *words):
     """What bash offers for the last word."""
     script = tmp_path / "completion.bash"
     script.write_text(completion_script("bash"))
@@ -75,35 +75,37 @@ _megatron_grpo 2>/dev/null; printf '%s\\n' "${{COMPREPLY[@]}}" """
 
 
 def test_completion_offers_all_commands_settings_and_aliases(tmp_path):
-    assert offered(tmp_path, "") == [*COMMANDS, "--help", "--version"]
+    assert list_offers(tmp_path, "") == [*COMMANDS, "--help", "--version"]
     visible = [setting for setting in table().values() if not setting.is_hidden]
     expected = {name for setting in visible for name in (setting.name, *setting.aliases)} | {*MAPS}
-    found = {flag.removeprefix("--") for flag in offered(tmp_path, "train", "--")}
+    found = {flag.removeprefix("--") for flag in list_offers(tmp_path, "train", "--")}
     assert found == expected | {"config", "print_config", "help", "help_search"}
-    assert offered(tmp_path, "train", "") == offered(tmp_path, "train", "--")
-    assert offered(tmp_path, "doctor", "--") == ["--json", "--help"]
-    assert offered(tmp_path, "report", "runs", "-") == ["--output", "--help"]
-    assert offered(tmp_path, "completion", "") == ["bash", "zsh"]
+    assert list_offers(tmp_path, "train", "") == list_offers(tmp_path, "train", "--")
+    assert list_offers(tmp_path, "doctor", "--") == ["--json", "--help"]
+    assert list_offers(tmp_path, "report", "runs", "-") == ["--output", "--help"]
+    assert list_offers(tmp_path, "completion", "") == ["bash", "zsh"]
 
 
 def test_completion_values_are_accepted_by_the_parser(tmp_path):
     checked = 0
     for setting in table().values():
         if setting.choices or setting.kind == "bool":
-            words = offered(tmp_path, "train", f"--{setting.name}", "") if checked % 10 == 0 else [*setting.choices] or ["true", "false"]
+            words = (
+                list_offers(tmp_path, "train", f"--{setting.name}", "") if checked % 10 == 0 else [*setting.choices] or ["true", "false"]
+            )
             assert words == ([*setting.choices] or ["true", "false"])
             assert all(read_value(setting, word) is not None or word == "none" for word in words)
             checked += 1
     assert checked > 90
-    assert offered(tmp_path, "train", "--lora_kwargs", "")[0] == "lora_dropout="
-    assert not parse(["--reward_funcs", *offered(tmp_path, "train", "--reward_funcs", "")]).problems
-    assert {"grpo", "lora_kwargs", "lr"} <= {*offered(tmp_path, "train", "--help", "")}
+    assert list_offers(tmp_path, "train", "--lora_kwargs", "")[0] == "lora_dropout="
+    assert not parse(["--reward_funcs", *list_offers(tmp_path, "train", "--reward_funcs", "")]).problems
+    assert {"grpo", "lora_kwargs", "lr"} <= {*list_offers(tmp_path, "train", "--help", "")}
 
 
 def test_after_the_value_of_a_setting_come_settings_and_after_a_number_no_files(tmp_path):
-    assert "--seed" in offered(tmp_path, "train", "--lr", "1e-6", "")
-    assert offered(tmp_path, "train", "--lr", "") == []
-    assert "code" in offered(tmp_path, "train", "--reward_funcs", "math", "format", "")
+    assert "--seed" in list_offers(tmp_path, "train", "--lr", "1e-6", "")
+    assert list_offers(tmp_path, "train", "--lr", "") == []
+    assert "code" in list_offers(tmp_path, "train", "--reward_funcs", "math", "format", "")
 
 
 def test_scripts_have_the_syntax_of_their_shells(tmp_path):

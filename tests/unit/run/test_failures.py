@@ -27,7 +27,7 @@ sys.exit(report(ConfigError(sys.argv[1])))
 """
 
 
-def job(folder: Path, texts: list[str]) -> list[subprocess.CompletedProcess]:
+def run_job(folder: Path, texts: list[str]) -> list[subprocess.CompletedProcess]:
     """One process a text, all at once, as ranks of one attempt of torchrun."""
     running = []
     for rank, text in enumerate(texts):
@@ -40,20 +40,20 @@ def job(folder: Path, texts: list[str]) -> list[subprocess.CompletedProcess]:
 
 
 def test_config_error_on_all_ranks_is_printed_once_with_exit_code_2(tmp_path):
-    ended = job(tmp_path, ["no model"] * 4)
+    ended = run_job(tmp_path, ["no model"] * 4)
     assert [code for _, code in ended] == [2] * 4
     assert sum("no model" in said for said, _ in ended) == 1
 
 
 def test_config_error_on_one_rank_is_printed(tmp_path):
-    ended = job(tmp_path, ["no model", "no data here"])
+    ended = run_job(tmp_path, ["no model", "no data here"])
     assert "no model" in ended[0][0] and "no data here" in ended[1][0]
 
 
 def test_torchrun_root_cause_is_the_rank_that_printed_the_error(tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    ended = job(tmp_path, ["no model"] * 4)
+    ended = run_job(tmp_path, ["no model"] * 4)
     [speaker] = [rank for rank, (said, _) in enumerate(ended) if said]
     files = {rank: str(tmp_path / "attempt_0" / str(rank) / "error.json") for rank in range(4)}
     failures = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=file) for rank, file in files.items()}

@@ -32,7 +32,7 @@ def folders(tmp_path):
     return [tmp_path / "countdown" / name for name in ("hf", "hf_merged")]
 
 
-def opened_and_pushed(out, folders, **settings):
+def open_and_push(out, folders, **settings):
     """{folder: repository}; or the kind of error and its sentence."""
     from megatron_grpo.core.base.errors import ConfigError, RunError
     from megatron_grpo.core.parallel import collectives
@@ -50,7 +50,7 @@ def opened_and_pushed(out, folders, **settings):
 
 
 def test_push_to_hub_uploads_complete_exports(hub, folders):
-    found = opened_and_pushed(folders[0].parent, folders, hub_private_repo=True)
+    found = open_and_push(folders[0].parent, folders, hub_private_repo=True)
     assert found == {"hf": "me/countdown", "hf_merged": "me/countdown-merged"}
     for repository, folder in zip(("me/countdown", "me/countdown-merged"), folders, strict=True):
         there = hub.repositories[repository]
@@ -61,7 +61,7 @@ def test_push_to_hub_check_runs_on_one_rank_and_result_is_shared(hub, folders):
     def body(rank, world, out, folders, address):
         with pytest.MonkeyPatch.context() as patch:
             use(patch, address)
-            return opened_and_pushed(out, folders), opened_and_pushed(out, folders, hub_model_id="somebody/else")
+            return open_and_push(out, folders), open_and_push(out, folders, hub_model_id="somebody/else")
 
     told = run_ranks(body, 2, folders[0].parent, folders[:1], hub.address)
     assert told[0] == told[1] and told[0][0] == {"hf": "me/countdown"} and told[0][1][0] == "ConfigError"
@@ -70,13 +70,13 @@ def test_push_to_hub_check_runs_on_one_rank_and_result_is_shared(hub, folders):
 
 def test_push_to_hub_uses_existing_repository(hub, folders):
     for _ in range(2):
-        found = opened_and_pushed(folders[0].parent, folders[:1], hub_model_id="me/mine")
+        found = open_and_push(folders[0].parent, folders[:1], hub_model_id="me/mine")
     assert found == {"hf": "me/mine"} and set(hub.repositories) == {"me/mine"}
 
 
 def test_push_to_hub_failure_keeps_export_and_prints_upload_command(hub, folders):
     hub.refuses = 507
-    kind, said = opened_and_pushed(folders[0].parent, folders)
+    kind, said = open_and_push(folders[0].parent, folders)
     assert kind == "RunError" and said.count("is complete on this disk") == 2 and "507" in said
     assert shlex.join(["hf", "upload", "me/countdown-merged", str(folders[1]), "."]) in said
     assert (folders[1] / "model.safetensors").exists() and TOKEN not in said
@@ -95,12 +95,12 @@ def test_push_to_hub_failure_keeps_export_and_prints_upload_command(hub, folders
 )
 def test_push_to_hub_without_access_is_rejected_before_training(hub, folders, monkeypatch, settings, environment, sentence):
     use(monkeypatch, **{"address": hub.address} | environment)
-    kind, said = opened_and_pushed(folders[0].parent, folders, **settings)
+    kind, said = open_and_push(folders[0].parent, folders, **settings)
     assert kind == "ConfigError" and sentence in said and TOKEN not in said and hub.repositories == {}
 
 
 def test_push_to_hub_false_makes_no_requests(hub, folders):
-    assert opened_and_pushed(folders[0].parent, folders, push_to_hub=False) == {}
+    assert open_and_push(folders[0].parent, folders, push_to_hub=False) == {}
     assert hub.asked == []
 
 

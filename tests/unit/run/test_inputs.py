@@ -39,22 +39,22 @@ def good(tmp_path_factory):
             "output_dir": str(folder / "out"), "max_completion_length": "8", "num_generations": "4"}  # fmt: skip
 
 
-def parsed(flags):
+def parse_flags(flags):
     return parse([word for name, value in flags.items() for word in (f"--{name}", *str(value).split())], dialects=lambda: DIALECTS)
 
 
-def refused(look, flags) -> list[str]:
+def list_problems(look, flags) -> list[str]:
     try:
-        look(parsed(flags))
+        look(parse_flags(flags))
     except ConfigError as error:
         return [problem.message for problem in error.problems]
     return []
 
 
 def test_valid_inputs_pass_plan_and_train_and_plan_lists_unchecked(good):
-    made, inputs = load_inputs(parsed(good))
+    made, inputs = load_inputs(parse_flags(good))
     close_rewards(inputs.rewards)
-    planned = plan_run(parsed(good))
+    planned = plan_run(parse_flags(good))
     machine = "this machine's GPUs and memory, and whether output_dir can be written"
     assert planned.not_checked == (machine, "the tokenizer (chat template, prompt lengths in tokens)")
     assert (made.num_prompts, planned.num_prompts, planned.schedule) == (10, 10, made.schedule)
@@ -67,13 +67,13 @@ def test_prompt_stream_and_schedule_drop_the_same_prompts(good, epochs, tmp_path
     more.write_text("".join(json.dumps({"prompt": f"7 {n}", "answer": n}) + "\n" for n in range(3)))
     sizes = {"global_batch_size": 6, "generation_batch_size": 16, "micro_batch_size": 2, "allow_unaligned_generation": "true"}
     mixed = {"dataset": f"{good['dataset']}#7 {more}", "dataset_drop_last": "true", "num_train_epochs": epochs}
-    made, inputs = load_inputs(parsed(good | sizes | mixed))
+    made, inputs = load_inputs(parse_flags(good | sizes | mixed))
     close_rewards(inputs.rewards)
     assert (made.num_prompts, inputs.prompts.per_epoch, made.schedule.prompts_per_epoch) == (10, 8, 8)
     assert made.schedule.num_steps == {1: 6, 2.5: 15}[epochs]  # 16 micro-steps an epoch
     drawn = [prompt.row for prompt in inputs.prompts.take(16)]
     assert len(set(drawn[:8])) == len(set(drawn[8:])) == 8
-    made, inputs = load_inputs(parsed(good | sizes | mixed | {"dataset_drop_last": "false"}))
+    made, inputs = load_inputs(parse_flags(good | sizes | mixed | {"dataset_drop_last": "false"}))
     close_rewards(inputs.rewards)
     assert (inputs.prompts.per_epoch, made.schedule.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
 
@@ -85,7 +85,7 @@ def test_records_of_a_run_name_existing_files_by_paths_that_hold_in_every_folder
     monkeypatch.chdir(home)
     flags = {"model": "model", "dataset": "data.jsonl#7", "reward_funcs": "reward.py:good mover.py:other", "eval_reward": "reward.py:good",
              "eval_datasets": "held=./data.jsonl", "output_dir": "new"}  # fmt: skip
-    made, inputs = load_inputs(parsed(good | flags))
+    made, inputs = load_inputs(parse_flags(good | flags))
     close_rewards(inputs.rewards)
     expected = {"model": f"{home}/model", "dataset": f"{home}/data.jsonl#7", "eval_datasets": {"held": f"{home}/data.jsonl"},
                 "reward_funcs": [f"{home}/reward.py:good", f"{home}/mover.py:other"], "eval_reward": f"{home}/reward.py:good",
@@ -111,7 +111,7 @@ def write(path, text):
     return path
 
 
-def damaged(good, tmp_path):
+def damage_model(good, tmp_path):
     """A model whose only file of weights ends too early."""
     for file in os.listdir(good["model"]):
         content = open(os.path.join(good["model"], file), "rb").read()
@@ -128,7 +128,7 @@ def run_in(at):
 # name: (flags that replace good ones, what is said)
 BAD = {
     "no such model": (lambda good, at: {"model": "/no/such/model"}, "model (/no/such/model) does not exist."),
-    "a model that is cut short": (lambda good, at: {"model": damaged(good, at)}, "it is damaged or was not downloaded completely."),
+    "a model that is cut short": (lambda good, at: {"model": damage_model(good, at)}, "it is damaged or was not downloaded completely."),
     "no such reward file": (lambda good, at: {"reward_funcs": "gone.py:f"}, "File 'gone.py' does not exist"),
     "no such reward function": (lambda good, at: {"reward_funcs": good["reward_funcs"] + "ly"}, "no function 'goodly'. Did you mean good?"),
     "no such built-in": (lambda good, at: {"reward_funcs": "lenght"}, "Unknown built-in reward 'lenght'. Did you mean length?"),
@@ -173,7 +173,7 @@ BAD = {
 def test_plan_and_train_reject_the_same_inputs(good, tmp_path, name):
     change, said = BAD[name]
     flags = good | change(good, tmp_path)
-    by_plan, by_train = refused(plan_run, flags), refused(load_inputs, flags)
+    by_plan, by_train = list_problems(plan_run, flags), list_problems(load_inputs, flags)
     assert by_plan == by_train
     assert any(said in message for message in by_plan), by_plan
     assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
@@ -182,11 +182,11 @@ def test_plan_and_train_reject_the_same_inputs(good, tmp_path, name):
 def test_reward_columns_may_be_null_and_one_of_alternatives_suffices(good, tmp_path):
     rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "answer": 6}]
     data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    assert refused(plan_run, good | {"dataset": data}) == []
+    assert list_problems(plan_run, good | {"dataset": data}) == []
     data = write(tmp_path / "e.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7", "solution": "7"}]))
-    assert refused(plan_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
+    assert list_problems(plan_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
     data = write(tmp_path / "f.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7"}]))
-    assert refused(plan_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
+    assert list_problems(plan_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
         "Reward `accuracy` needs the column `answer` or `solution`, but 1 of 3 rows (f.jsonl line 3) lack it. Add it to these rows, as "
         "null where it does not apply."
     ]
@@ -197,7 +197,7 @@ def test_plan_lists_inputs_missing_on_this_machine_as_unchecked(good, tmp_path):
         tmp_path / "grpo.yaml",
         "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\nreport_to: swanlab\n",
     )
-    found = plan_run(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
+    found = plan_run(parse_flags({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
     assert "whether swanlab can be reported to" in found.not_checked
     assert "the model's weights (/data/models/qwen is not on this machine)" in found.not_checked
     assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
@@ -205,10 +205,10 @@ def test_plan_lists_inputs_missing_on_this_machine_as_unchecked(good, tmp_path):
 
 def test_plan_with_missing_adapter_uses_rank_of_settings(good, tmp_path):
     foreign = write(tmp_path / "run.sh", "megatron rlhf --tuner_type lora --lora_rank 16 --adapters /data/adapter --loss_type grpo")
-    found = plan_run(parsed(good | {"dialect": "swift", "config": foreign}))
+    found = plan_run(parse_flags(good | {"dialect": "swift", "config": foreign}))
     assert "adapters (/data/adapter is not on this machine): ranks and targets are taken from the settings" in found.not_checked
     assert found.checked.config.tuner.lora_rank == 16
-    (message,) = refused(plan_run, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
+    (message,) = list_problems(plan_run, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
     assert message.startswith("adapters: /data/adapter is not an adapter")
 
 
@@ -217,11 +217,11 @@ def test_relative_paths_are_resolved_before_a_reward_changes_directory(good, tmp
     (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")
     os.symlink(good["model"], tmp_path / "model")
     write(tmp_path / "lengths", "3 4\n")
-    assert plan_run(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
+    assert plan_run(parse_flags(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
     assert capsys.readouterr().out == "", "stdout is for the plan"
     sys.modules.pop(next(name for name in sys.modules if "_reward_moves_" in name))
     os.chdir(tmp_path)
-    made, inputs = load_inputs(parsed(good | {"model": "model", "output_dir": "out", "reward_funcs": "moves.py:f"}))
+    made, inputs = load_inputs(parse_flags(good | {"model": "model", "output_dir": "out", "reward_funcs": "moves.py:f"}))
     assert os.getcwd() == "/"
     assert made.checked.config.run.output_dir == str(tmp_path / "out") and made.checked.config.run.resume == "auto"
     assert inputs.model_path == tmp_path / "model"
@@ -271,17 +271,17 @@ def test_plan_of_python_script_does_not_run_it(tmp_path, monkeypatch, capfd, mor
 
 def test_plan_announces_imports_of_user_files(good, tmp_path, capfd):
     file = write(tmp_path / "loud.py", "import sys\nprint('loud', file=sys.stderr)\ndef f(completions): return [0.0] * len(completions)\n")
-    plan_run(parsed(good | {"reward_funcs": f"{file}:f"}))
+    plan_run(parse_flags(good | {"reward_funcs": f"{file}:f"}))
     told = capfd.readouterr().err
     assert told.index(f"plan imports {file}:f, which executes") < told.index("loud\n")
-    plan_run(parsed(good | {"reward_funcs": "math"}))
+    plan_run(parse_flags(good | {"reward_funcs": "math"}))
     assert "imports" not in capfd.readouterr().err
 
 
 def test_plan_warns_that_missing_model_was_not_checked(good):
-    found = plan_run(parsed({"model": "someone/model"}))
+    found = plan_run(parse_flags({"model": "someone/model"}))
     assert "someone/model is not on this machine and was not checked" in found.warnings[0]
-    assert not any("was not checked" in warning for warning in plan_run(parsed(good)).warnings)
+    assert not any("was not checked" in warning for warning in plan_run(parse_flags(good)).warnings)
 
 
 def test_the_day_that_a_chat_template_prints_is_recorded_and_compared_between_ranks(good, tmp_path):
@@ -290,11 +290,11 @@ def test_the_day_that_a_chat_template_prints_is_recorded_and_compared_between_ra
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"prompt": [{"role": "user", "content": "5 7"}], "answer": 7}) + "\n")
     flags = good | {"model": model, "dataset": chats, "output_dir": tmp_path / "out"}
-    _, inputs = load_inputs(parsed(flags))
+    _, inputs = load_inputs(parse_flags(flags))
     close_rewards(inputs.rewards)
     day = inputs.resume.origin.content[DAY]
-    assert values_equal_on_ranks(parsed(flags).config, inputs.resume.origin.content)[f"The {DAY}"] == day == date.today().isoformat()
+    assert values_equal_on_ranks(parse_flags(flags).config, inputs.resume.origin.content)[f"The {DAY}"] == day == date.today().isoformat()
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    _, inputs = load_inputs(parsed(flags))
+    _, inputs = load_inputs(parse_flags(flags))
     close_rewards(inputs.rewards)
     assert DAY not in inputs.resume.origin.content

@@ -29,7 +29,7 @@ time.sleep(60)
 
 
 @contextmanager
-def holder(out: Path, *words: str, lines: int = 1):
+def hold_lock(out: Path, *words: str, lines: int = 1):
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(out), *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         yield process, [process.stdout.readline().strip() for _ in range(lines)]
@@ -39,7 +39,7 @@ def holder(out: Path, *words: str, lines: int = 1):
 
 
 @contextmanager
-def mounted(folder: Path, options: str):
+def mount_tmpfs(folder: Path, options: str):
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
@@ -50,7 +50,7 @@ def mounted(folder: Path, options: str):
 
 
 def test_output_lock_held_by_another_run_is_rejected_with_its_owner(tmp_path):
-    with holder(tmp_path) as (first, _):
+    with hold_lock(tmp_path) as (first, _):
         before = (tmp_path / NAME).read_bytes()
         with pytest.raises(ConfigError) as caught:
             OutputLock.take(tmp_path)
@@ -62,14 +62,14 @@ def test_output_lock_held_by_another_run_is_rejected_with_its_owner(tmp_path):
 
 
 def test_output_lock_of_killed_run_is_released(tmp_path):
-    with holder(tmp_path) as (first, _):
+    with hold_lock(tmp_path) as (first, _):
         first.kill()
         first.wait()
         OutputLock.take(tmp_path).release()
 
 
 def test_output_lock_is_not_inherited_by_child_processes(tmp_path):
-    with holder(tmp_path, "fork", lines=2) as (first, said):
+    with hold_lock(tmp_path, "fork", lines=2) as (first, said):
         child = int(next(line for line in said if line.isdigit()))
         try:
             first.kill()
@@ -109,7 +109,7 @@ def test_an_output_dir_that_is_a_file_is_refused(tmp_path, where):
 
 @pytest.mark.parametrize("options, said", [("ro", "Read-only file system"), ("size=4k", "No space left on device")])
 def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path, options, said):
-    with mounted(tmp_path / "disk", options) as disk:
+    with mount_tmpfs(tmp_path / "disk", options) as disk:
         if "size" in options:
             (disk / "full").write_bytes(b"x" * 4096)
         with pytest.raises(ConfigError, match=f"cannot be written: {said}"):
@@ -122,7 +122,7 @@ def test_output_lock_without_file_locks_uses_note_of_live_process(tmp_path, monk
     def no_locks(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    with holder(tmp_path) as (first, _):
+    with hold_lock(tmp_path) as (first, _):
         monkeypatch.setattr("fcntl.flock", no_locks)
         with pytest.raises(ConfigError, match=f"pid {first.pid} "):
             OutputLock.take(tmp_path)

@@ -21,7 +21,7 @@ from megatron_grpo.run.watchdog import Heartbeat, Watchdog
 GLOO = RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:1")
 
 
-def process_of(child: subprocess.Popen) -> Process:
+def find_process(child: subprocess.Popen) -> Process:
     mine = Process.mine()
     return dataclasses.replace(mine, pid=child.pid, started=process_stat(child.pid)[19])
 
@@ -31,7 +31,7 @@ def job():
     """(what rank 0 sees of the job, rank 1's process)."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-    yield Peers(dist.PrefixStore("x", store), rank=0, processes=[Process.mine(), process_of(child)]), child
+    yield Peers(dist.PrefixStore("x", store), rank=0, processes=[Process.mine(), find_process(child)]), child
     child.kill()
     child.wait()
 

@@ -14,7 +14,7 @@ from megatron_grpo.run.inputs import PARTS
 from megatron_grpo.run.plug_ins import PlugIn
 
 
-def rows_with_protocols():
+def list_rows_with_protocols():
     """(row, Protocol of its function) of every table, by what mypy is told about them."""
     for name, hint in typing.get_type_hints(plug_ins).items():
         value = getattr(plug_ins, name)
@@ -24,7 +24,7 @@ def rows_with_protocols():
             yield pytest.param(row, protocol, id=f"{name}-{row.path.rpartition('.plugins.')[2]}")
 
 
-@pytest.mark.parametrize(("row", "protocol"), rows_with_protocols())
+@pytest.mark.parametrize(("row", "protocol"), list_rows_with_protocols())
 def test_plug_in_functions_exist_with_protocol_arguments(row, protocol):
     function = row.load()
     assert f"{function.__module__}.{function.__name__}" == row.path

@@ -47,7 +47,7 @@ def start(script: str, **values: object) -> subprocess.Popen:
     return process
 
 
-def rest_of(process: subprocess.Popen, timeout: float = 10) -> tuple[str, int]:
+def read_rest(process: subprocess.Popen, timeout: float = 10) -> tuple[str, int]:
     try:
         process.wait(timeout)
     finally:
@@ -79,7 +79,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def gone_within(pid: int, seconds: float) -> bool:
+def is_gone_within(pid: int, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not is_alive(pid):
@@ -96,7 +96,7 @@ def gone_within(pid: int, seconds: float) -> bool:
 def test_stop_signal_finishes_step_and_saves(number, sender):
     process = start(LOOP)
     process.send_signal(number)
-    assert rest_of(process) == (f"saved, {sender}\n", 3)
+    assert read_rest(process) == (f"saved, {sender}\n", 3)
 
 
 def test_repeated_signal_of_launcher_does_not_interrupt_the_save():
@@ -104,7 +104,7 @@ def test_repeated_signal_of_launcher_does_not_interrupt_the_save():
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process) == ("saved, SIGINT\n", 3)
+    assert read_rest(process) == ("saved, SIGINT\n", 3)
 
 
 def test_second_signal_ends_a_blocked_process():
@@ -113,13 +113,13 @@ def test_second_signal_ends_a_blocked_process():
     time.sleep(2.2)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process, timeout=20)[1] == 128 + signal.SIGTERM
+    assert read_rest(process, timeout=20)[1] == 128 + signal.SIGTERM
 
 
 def test_stop_signal_after_failure_of_another_rank_exits_immediately():
     process = start(BLOCKED, argument="lambda: os._exit(1)")
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process, timeout=20)[1] == 1
+    assert read_rest(process, timeout=20)[1] == 1
 
 
 def test_early_notice_signal_is_not_counted_as_first_stop_signal():
@@ -128,7 +128,7 @@ def test_early_notice_signal_is_not_counted_as_first_stop_signal():
     process.send_signal(signal.SIGUSR1)
     time.sleep(2.2)
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process) == ("saved, SIGUSR1\n", 3)
+    assert read_rest(process) == ("saved, SIGUSR1\n", 3)
 
 
 def test_ignored_sighup_stays_ignored():
@@ -142,7 +142,7 @@ os.kill(os.getpid(), signal.SIGHUP)
 time.sleep(0.3)
 print(stop.asked)
 """
-    assert rest_of(start(script)) == ("None\n", 0)
+    assert read_rest(start(script)) == ("None\n", 0)
 
 
 class JobPeers:
@@ -174,7 +174,7 @@ def two_ranks():
         one.restore()
 
 
-def until(condition):
+def wait_until(condition):
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
@@ -184,7 +184,7 @@ def until(condition):
 def test_a_signal_to_one_rank_reaches_the_others_without_a_collective(two_ranks):
     other, heard = two_ranks()
     os.kill(os.getpid(), signal.SIGUSR1)
-    until(other.should_cancel)
+    wait_until(other.should_cancel)
     assert heard.should_cancel() and heard.is_final and not other.is_final
     assert other.asked == heard.asked == StopReason("SIGUSR1", is_time=True)
 
@@ -192,7 +192,7 @@ def test_a_signal_to_one_rank_reaches_the_others_without_a_collective(two_ranks)
 def test_time_limit_requests_stop_like_a_signal(two_ranks):
     ours, _ = two_ranks(limits=[TimeLimit(time.monotonic() + 1.0, "stop_after_minutes (1)")])
     assert not ours.should_cancel()
-    until(ours.should_cancel)
+    wait_until(ours.should_cancel)
     assert ours.asked == StopReason("stop_after_minutes (1)", is_time=True) and ours.is_requested(lambda flag: flag)
     assert ours.why(lambda asked: [None, asked]) == "stop_after_minutes (1)"
 
@@ -200,11 +200,11 @@ def test_time_limit_requests_stop_like_a_signal(two_ranks):
 def test_stop_patience_starts_at_first_wait(two_ranks):
     _, heard = two_ranks(patience=0.3)
     os.kill(os.getpid(), signal.SIGTERM)
-    until(lambda: heard.asked)
+    wait_until(lambda: heard.asked)
     time.sleep(0.4)  # an optimizer step, which nobody can cut short
     began = time.monotonic()
     assert not heard.should_cancel()
-    until(heard.should_cancel)
+    wait_until(heard.should_cancel)
     assert time.monotonic() - began >= 0.3
 
 
@@ -224,7 +224,7 @@ time.sleep(0.2)
 print("ready", flush=True)
 print(os.waitstatus_to_exitcode(status), stop.received)
 """
-    assert rest_of(start(script)) == ("-15 None\n", 0)
+    assert read_rest(start(script)) == ("-15 None\n", 0)
 
 
 def test_stop_signal_restore_reinstates_handlers():
@@ -239,7 +239,7 @@ print(threading.active_count() - before, flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(5)
 """
-    assert rest_of(start(script)) == ("0\n", -signal.SIGTERM)
+    assert read_rest(start(script)) == ("0\n", -signal.SIGTERM)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -258,7 +258,7 @@ time.sleep(60)
     assert is_alive(worker)
     launcher.kill()
     launcher.wait()
-    assert gone_within(worker, 2)
+    assert is_gone_within(worker, 2)
 
 
 # -- under torchrun -----------------------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ lock = threading.Lock(); lock.acquire(); lock.acquire()  # a collective that the
 """
 
 
-def torchrun(folder: Path, what: str) -> tuple[subprocess.Popen, list[int]]:
+def start_torchrun(folder: Path, what: str) -> tuple[subprocess.Popen, list[int]]:
     """torchrun with two workers, once both have joined; and their process ids."""
     (folder / "worker.py").write_text(WORKER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -304,15 +304,15 @@ def torchrun(folder: Path, what: str) -> tuple[subprocess.Popen, list[int]]:
 
 
 def test_ranks_end_with_killed_torchrun(tmp_path):
-    launcher, workers = torchrun(tmp_path, "wait")
+    launcher, workers = start_torchrun(tmp_path, "wait")
     assert all(map(is_alive, workers))
     launcher.kill()
     launcher.wait()
-    assert all(gone_within(worker, 20) for worker in workers)
+    assert all(is_gone_within(worker, 20) for worker in workers)
 
 
 def test_rank_waiting_for_failed_rank_exits_within_seconds(tmp_path):
-    launcher, workers = torchrun(tmp_path, "fail")
+    launcher, workers = start_torchrun(tmp_path, "fail")
     assert launcher.wait(timeout=60) != 0
     assert not any(map(is_alive, workers))
 

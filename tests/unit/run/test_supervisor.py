@@ -24,14 +24,14 @@ def start(body: str) -> subprocess.Popen:
                             start_new_session=True)  # fmt: skip
 
 
-def end(process: subprocess.Popen) -> tuple[int, str, str]:
+def read_end(process: subprocess.Popen) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=SECONDS)
     return process.returncode, out, err
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3])
 def test_supervisor_exits_with_exit_code_of_command(code):
-    assert end(start(f"print('done')\nreturn {code}")) == (code, "done\n", "")
+    assert read_end(start(f"print('done')\nreturn {code}")) == (code, "done\n", "")
 
 
 def test_supervisor_waits_for_threads_then_calls_atexit():
@@ -42,37 +42,37 @@ atexit.register(say, 'atexit')
 ThreadPoolExecutor(1).submit(say, 'pool')
 threading.Thread(target=say, args=['thread']).start()
 return 3"""
-    code, out, said = end(start(body))
+    code, out, said = read_end(start(body))
     assert (code, said) == (3, "")
     assert sorted(out.split()[:2]) == ["pool", "thread"] and out.split()[2:] == ["atexit"]
 
 
 def test_supervisor_exits_with_error_if_final_output_fails():
-    assert end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 0"))[0] == 120
-    assert end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 3"))[0] == 3
+    assert read_end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 0"))[0] == 120
+    assert read_end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 3"))[0] == 3
 
 
 def test_supervisor_does_not_run_module_teardown():
     body = "class Slow:\n    def __del__(self): print('destroyed')\nsys.modules['json'].kept = Slow()\nreturn 0"
-    assert end(start(f"import json\n{body}")) == (0, "", "")
+    assert read_end(start(f"import json\n{body}")) == (0, "", "")
 
 
 @pytest.mark.parametrize("how", ["os._exit(0)", "sys.exit(0)", "os.execv('/bin/true', ['true'])"])
 def test_supervisor_early_exit_with_0_gives_exit_code_1(how):
-    code, _, said = end(start(f"{how}\nreturn 0"))
+    code, _, said = read_end(start(f"{how}\nreturn 0"))
     assert code == 1
     assert said.startswith("megatron-grpo: the process ended with exit code 0 before its command was complete, so it exits with 1.")
 
 
 def test_supervisor_does_not_wait_for_leftover_process():
-    code, _, said = end(start("if os.fork() == 0:\n    os.close(1), os.close(2), time.sleep(3), os._exit(0)\nos._exit(0)"))
+    code, _, said = read_end(start("if os.fork() == 0:\n    os.close(1), os.close(2), time.sleep(3), os._exit(0)\nos._exit(0)"))
     assert code == 1 and "before its command was complete" in said
 
 
 def test_supervisor_passes_on_exit_codes_and_signals():
-    assert end(start("os._exit(7)"))[0] == 7
-    assert end(start("os.kill(os.getpid(), signal.SIGKILL)"))[0] == -signal.SIGKILL
-    assert end(start("os.kill(os.getpid(), signal.SIGABRT)"))[0] == -signal.SIGABRT
+    assert read_end(start("os._exit(7)"))[0] == 7
+    assert read_end(start("os.kill(os.getpid(), signal.SIGKILL)"))[0] == -signal.SIGKILL
+    assert read_end(start("os.kill(os.getpid(), signal.SIGABRT)"))[0] == -signal.SIGABRT
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -88,7 +88,7 @@ def test_supervisor_forwards_a_signal_once(number):
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    assert end(process) == (3, f"[{int(number)}]\n", "")
+    assert read_end(process) == (3, f"[{int(number)}]\n", "")
 
 
 def test_supervisor_children_end_with_the_program():
@@ -130,7 +130,7 @@ def test_supervisor_ends_silent_command_with_its_stack(tmp_path, how, state):
         *(f"    {line}" for line in how.splitlines()),
         "return 0",
     ]
-    code, _, said = end(start("\n".join(lines)))
+    code, _, said = read_end(start("\n".join(lines)))
     assert code == 1
     assert re.search(
         r"^megatron-grpo: rank 0 on \S+ hangs in optimizer step 8, scoring rewards 0 of 3 scores, at <string> line \d+, command: ", said
@@ -148,4 +148,4 @@ def test_supervisor_without_watchdog_ignores_silence():
         "write_down(timeout=0.0)",
     ]
     program = "\n".join([*lines, "time.sleep(4)", "return 0"])
-    assert end(start(program))[0] == 0
+    assert read_end(start(program))[0] == 0

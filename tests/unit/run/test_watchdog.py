@@ -104,22 +104,22 @@ def test_hang_detector_heartbeat_continues_while_moving_or_paused():
     assert said == [True, True, False, True, False, True]
 
 
-def account(**facts):
+def make_report(**facts):
     return RankReport(**({"words": "training 3 of 8 micro-batches", "step": 4, "age": 100.0, "waits": "all_reduce"} | facts))
 
 
-WAITS = account()
+WAITS = make_report()
 
 
 @pytest.mark.parametrize(
     ("accounts", "named"),
     [
-        ([WAITS, account(is_silent=True, step=9), account(is_stuck=True, waits="")], [1]),
-        ([WAITS, account(is_stuck=True, waits=""), account(waits="")], [1]),
-        ([WAITS, WAITS, account(waits="")], [2]),
-        ([account(waits="", step=5), account(waits=""), account(waits="", step=5)], [1]),
-        ([WAITS, account(step=3), WAITS], [1]),
-        ([WAITS, account(waits="all_gather_object"), WAITS], []),
+        ([WAITS, make_report(is_silent=True, step=9), make_report(is_stuck=True, waits="")], [1]),
+        ([WAITS, make_report(is_stuck=True, waits=""), make_report(waits="")], [1]),
+        ([WAITS, WAITS, make_report(waits="")], [2]),
+        ([make_report(waits="", step=5), make_report(waits=""), make_report(waits="", step=5)], [1]),
+        ([WAITS, make_report(step=3), WAITS], [1]),
+        ([WAITS, make_report(waits="all_gather_object"), WAITS], []),
     ],
     ids=["silent", "stuck", "waits for nobody", "behind", "behind in a collective", "nobody"],
 )
@@ -129,7 +129,7 @@ def test_watchdog_verdict_blames_rank_that_others_wait_for(accounts, named):
 
 def test_watchdog_verdict_names_rank_host_step_phase_and_line():
     stopped = "it is stopped (SIGSTOP or SIGTSTP)"
-    silent = account(is_silent=True, waits="", state=stopped, where="reward.py line 3, f", words="scoring rewards")
+    silent = make_report(is_silent=True, waits="", state=stopped, where="reward.py line 3, f", words="scoring rewards")
     text = verdict({0: WAITS, 1: silent, 2: WAITS}, {0: "a", 1: "b", 2: "b"}, 300.0)
     assert text.splitlines() == [
         "rank 1 on b hangs in optimizer step 5, scoring rewards, at reward.py line 3, f: it is stopped (SIGSTOP or SIGTSTP).",
@@ -139,7 +139,7 @@ def test_watchdog_verdict_names_rank_host_step_phase_and_line():
 
 
 def test_watchdog_verdict_names_few_of_16384_ranks():
-    accounts = {rank: account(is_silent=True, waits="", state="no rank on its machine responds") for rank in range(16384)}
+    accounts = {rank: make_report(is_silent=True, waits="", state="no rank on its machine responds") for rank in range(16384)}
     text = verdict(accounts, dict.fromkeys(range(16384), "host"), 300.0)
     assert len(text) < 2000 and "So do 16376 more ranks: 8, 9," in text
 

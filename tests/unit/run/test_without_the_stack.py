@@ -23,7 +23,7 @@ MODEL = {
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def required(system: str) -> set[str]:
+def list_requirements(system: str) -> set[str]:
     """What pip installs there with `pip install megatron-grpo`, besides the package itself."""
     body = ast.parse((ROOT / "setup.py").read_text()).body
     [listed] = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "REQUIRED"]
@@ -48,7 +48,7 @@ def link_distributions(site: Path, names: set[str]) -> None:
 def bare(tmp_path_factory):
     """A Python that has what pip installs on a Mac; but psutil, which only parquet files ask for, lacks too."""
     site = tmp_path_factory.mktemp("site")
-    link_distributions(site, required("darwin") - {"psutil"})
+    link_distributions(site, list_requirements("darwin") - {"psutil"})
 
     def run(*words: str) -> tuple[int, str]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
@@ -71,8 +71,8 @@ def flags(tmp_path_factory):
 
 
 def test_requirements_include_training_stack_on_linux_only():
-    assert required("darwin") == {"numpy", "pyyaml", "rich", "psutil"}
-    assert {"torch", "megatron-core", "transformers"} <= required("linux")
+    assert list_requirements("darwin") == {"numpy", "pyyaml", "rich", "psutil"}
+    assert {"torch", "megatron-core", "transformers"} <= list_requirements("linux")
 
 
 def test_plan_runs_without_training_stack(bare, flags):

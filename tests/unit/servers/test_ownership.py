@@ -25,7 +25,7 @@ def own(clock):
     return Ownership(clock)
 
 
-def pushed(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
+def sync_version(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
     own.claim(ClaimRequest(run="mine", incarnation=incarnation))
     own.end_update(own.begin_update(keeps_base=False), version, is_base=True)
 
@@ -40,7 +40,7 @@ def test_ownership_of_new_server_rejects_requests(own):
 
 
 def test_ownership_rejects_other_run_until_lease_expires(own, clock):
-    pushed(own)
+    sync_version(own)
     clock.now += LEASE_SECONDS - 1
     with pytest.raises(RequestRefusedError, match=r"run 'mine' owns this server \(last request 59 s ago; it is released 60 s after that\)"):
         own.claim(ClaimRequest(run="other", incarnation="9"))
@@ -57,14 +57,14 @@ def test_ownership_rejects_other_run_until_lease_expires(own, clock):
 
 
 def test_ownership_of_expired_unclaimed_lease_is_renewed(own, clock):
-    pushed(own)
+    sync_version(own)
     clock.now += 10 * LEASE_SECONDS
     own.require("1")
     own.require_version(3)
 
 
 def test_ownership_passes_to_later_process_of_same_run_only(own):
-    pushed(own, "2026-a")
+    sync_version(own, "2026-a")
     before = own.weight_epoch
     assert own.claim(ClaimRequest(run="mine", incarnation="2026-b"))
     assert own.version is None and own.weight_epoch != before
@@ -76,14 +76,14 @@ def test_ownership_passes_to_later_process_of_same_run_only(own):
 
 
 def test_ownership_repeated_claim_has_no_effect(own):
-    pushed(own)
+    sync_version(own)
     before = own.weight_epoch
     assert not own.claim(ClaimRequest(run="mine", incarnation="1"))
     assert own.version == 3 and own.has_base and own.weight_epoch == before
 
 
 def test_ownership_has_no_version_during_weight_update(own):
-    pushed(own)
+    sync_version(own)
     weight_epoch = own.begin_update(keeps_base=False)
     with pytest.raises(RequestRefusedError):
         own.require_version(3)
@@ -96,7 +96,7 @@ def test_ownership_has_no_version_during_weight_update(own):
 
 
 def test_ownership_failed_update_leaves_no_version_and_keeps_base(own):
-    pushed(own)
+    sync_version(own)
     own.begin_update(keeps_base=True)
     assert own.version is None and own.has_base
     own.begin_update(keeps_base=False)
@@ -113,7 +113,7 @@ def test_ownership_base_weights_without_adapter_have_no_version(own):
 
 @pytest.mark.parametrize("change", ["claim", "release", "push"])
 def test_ownership_update_of_previous_owner_gives_no_version(own, change):
-    pushed(own)
+    sync_version(own)
     weight_epoch = own.begin_update(keeps_base=False)
     if change == "claim":
         own.claim(ClaimRequest(run="mine", incarnation="2"))
@@ -127,7 +127,7 @@ def test_ownership_update_of_previous_owner_gives_no_version(own, change):
 
 
 def test_ownership_released_server_accepts_first_claim_without_weights(own):
-    pushed(own)
+    sync_version(own)
     with pytest.raises(RequestRefusedError):
         own.release("2")
     own.release("1")
@@ -136,7 +136,7 @@ def test_ownership_released_server_accepts_first_claim_without_weights(own):
 
 
 def test_ownership_lease_is_extended_by_streams_of_current_owner(own, clock):
-    pushed(own)
+    sync_version(own)
     old = own.weight_epoch
     for _ in range(5):
         clock.now += LEASE_SECONDS - 1

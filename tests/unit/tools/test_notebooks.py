@@ -22,7 +22,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[3] / "examples" / "notebooks"
 STEPS = 12
 
 
-def evaluated(scores, completions):
+def make_evaluation(scores, completions):
     scores = np.array(scores)[:, None]
     rows = range(len(scores))
     table = {
@@ -39,7 +39,7 @@ def run(tmp_path):
     """A run of 12 steps whose answers to 2 of 4 prompts become right and to 1 wrong."""
     metrics = logger_in(tmp_path)
     metrics.start(Progress())
-    metrics.evaluation(Progress(), [evaluated([0.0, 0.0, 1.0, 1.0], ["7", "8", "3", "4"])])
+    metrics.evaluation(Progress(), [make_evaluation([0.0, 0.0, 1.0, 1.0], ["7", "8", "3", "4"])])
     for step in range(1, STEPS + 1):
         stats = {
             "reward": step / STEPS, "frac_reward_zero_std": 0.25, "grad_norm": 1.0, "sampling/sampling_logp_difference/max": 1e-5 * step,
@@ -47,7 +47,7 @@ def run(tmp_path):
         }  # fmt: skip
         assert all(map(registry.find, stats)), "metrics that runs write"
         metrics.log(Progress(step=step, num_tokens=100 * step), stats)
-    metrics.evaluation(Progress(step=STEPS), [evaluated([1.0, 1.0, 0.0, 1.0], ["1", "2", "9", "4"])])
+    metrics.evaluation(Progress(step=STEPS), [make_evaluation([1.0, 1.0, 0.0, 1.0], ["1", "2", "9", "4"])])
     metrics.close()
     return tmp_path
 

@@ -39,7 +39,7 @@ def test_same_as_before_shows_changed_help_line_only(tmp_path):
     assert any(line.startswith("  - ") and "Check what is installed" in line for line in lines)
 
 
-def results(folder: Path) -> dict[str, str]:
+def make_results(folder: Path) -> dict[str, str]:
     return {key.removeprefix(str(folder)): text for file in sorted(folder.iterdir()) for key, text in same_as_before.iterate_values(file)}
 
 
@@ -48,7 +48,7 @@ def test_same_as_before_ignores_times_and_compares_last_bit(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(LINES | {"loss": loss, "time/step": seconds}) + "\n")
         save_file({"a.weight": np.array([weight, 2.0], dtype=np.float32)}, tmp_path / name / "model.safetensors")
-    old, same, other = (results(tmp_path / name) for name in ("old", "same", "other"))
+    old, same, other = (make_results(tmp_path / name) for name in ("old", "same", "other"))
     assert old == same and len(old) == 2
     assert {key for key in old if old[key] != other[key]} == {"/metrics.jsonl", "/model.safetensors a.weight"}
 

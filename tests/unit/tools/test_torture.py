@@ -23,7 +23,7 @@ def write(path, lines, end="\n"):
     path.write_text("\n".join(json.dumps(line) for line in lines) + end)
 
 
-def told(attempt, rank, time, cpu, what, **more):
+def make_line(attempt, rank, time, cpu, what, **more):
     return {"attempt": str(attempt), "rank": rank, "time": time, "cpu": cpu, "what": what, **more}
 
 
@@ -67,15 +67,15 @@ def test_torture_records_before_kill_must_equal_undisturbed_run(target):
 
 def test_torture_cost_counts_time_to_retrain_and_repeated_samples(target):
     lines = [
-        told(1, 0, 10.0, 1.0, "sample", prompts=["rollout: 0", "evaluation of 0: 0"]),
-        told(1, 0, 11.0, 1.5, "trained", step=1),
-        told(1, 0, 12.0, 2.0, "sample", prompts=["rollout: 1", "evaluation of 1: 0"]),
-        told(1, 1, 12.5, 2.0, "fault"),
-        told(2, 0, 20.0, 0.5, "sample", prompts=["rollout: 1"]),
-        told(2, 1, 21.0, 0.7, "trained", step=1),
-        told(2, 0, 21.0, 0.8, "trained", step=1),
-        told(2, 1, 22.0, 1.0, "trained", step=2),
-        told(2, 0, 22.0, 1.1, "trained", step=2),
+        make_line(1, 0, 10.0, 1.0, "sample", prompts=["rollout: 0", "evaluation of 0: 0"]),
+        make_line(1, 0, 11.0, 1.5, "trained", step=1),
+        make_line(1, 0, 12.0, 2.0, "sample", prompts=["rollout: 1", "evaluation of 1: 0"]),
+        make_line(1, 1, 12.5, 2.0, "fault"),
+        make_line(2, 0, 20.0, 0.5, "sample", prompts=["rollout: 1"]),
+        make_line(2, 1, 21.0, 0.7, "trained", step=1),
+        make_line(2, 0, 21.0, 0.8, "trained", step=1),
+        make_line(2, 1, 22.0, 1.0, "trained", step=2),
+        make_line(2, 0, 22.0, 1.1, "trained", step=2),
     ]
     for rank in (0, 1):
         write(target.log / f"rank_{rank}.jsonl", [line for line in lines if line["rank"] == rank])
@@ -86,7 +86,11 @@ def test_torture_cost_counts_time_to_retrain_and_repeated_samples(target):
 
 
 def test_torture_cost_after_finished_step_counts_from_next_launch(target):
-    lines = [told(1, 0, 10.0, 1.0, "trained", step=1), told(1, 0, 10.5, 1.1, "fault"), told(1, 0, 11.0, 1.2, "trained", step=2)]
-    write(target.log / "rank_0.jsonl", [*lines, told(2, 0, 30.0, 3.0, "trained", step=3)])
+    lines = [
+        make_line(1, 0, 10.0, 1.0, "trained", step=1),
+        make_line(1, 0, 10.5, 1.1, "fault"),
+        make_line(1, 0, 11.0, 1.2, "trained", step=2),
+    ]
+    write(target.log / "rank_0.jsonl", [*lines, make_line(2, 0, 30.0, 3.0, "trained", step=3)])
     target.attempt = 2
     assert target.compute_cost(target.find_fault_time()).seconds == 19.5

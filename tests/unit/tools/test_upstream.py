@@ -68,12 +68,12 @@ def files(tmp_path):
     return tmp_path
 
 
-def missing(files):
+def find_missing(files):
     return [finding.what for finding in upstream.check(files / "wheel", [files / "caller.py"], through_objects=False)[1]]
 
 
 def test_upstream_reports_nothing_if_all_names_exist(files):
-    assert missing(files) == []
+    assert find_missing(files) == []
 
 
 @pytest.mark.parametrize(("file", "old", "new", "said"), [
@@ -90,7 +90,7 @@ def test_upstream_reports_nothing_if_all_names_exist(files):
 def test_upstream_reports_names_missing_in_newer_wheel(files, file, old, new, said):
     path = files / "wheel" / file
     path.write_text(path.read_text().replace(old, new))
-    assert said in missing(files)
+    assert said in find_missing(files)
 
 
 def test_upstream_looks_up_methods_in_base_classes(files, monkeypatch):

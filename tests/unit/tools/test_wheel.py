@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megatron_grpo
-from tests.unit.run.test_without_the_stack import MODEL, link_distributions, required
+from tests.unit.run.test_without_the_stack import MODEL, link_distributions, list_requirements
 
 pytest.importorskip("build", reason="build is not installed (pip install 'megatron-grpo[dev]')")
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +55,7 @@ def command(wheel, tmp_path_factory):
     python = str(folder / "venv/bin/python")
     install = ["--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", *install], check=True)
-    link_distributions(site, required("darwin") | {"jinja2"})  # torch brings jinja2
+    link_distributions(site, list_requirements("darwin") | {"jinja2"})  # torch brings jinja2
 
     def run(*words, cwd=folder):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -83,7 +83,7 @@ def test_wheel_plan_and_framework_readers_run(command, tmp_path):
     assert of_verl.returncode == 2 and "loss_mode" in of_verl.stderr and "cispo" in of_verl.stderr
 
 
-def required_by_extra(metadata):
+def list_required_by_extra(metadata):
     """What the extra `referee` of a METADATA or PKG-INFO asks for."""
     asked = [Requirement(line.partition(": ")[2]) for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     return [one.url or f"{one.name}{one.specifier}" for one in asked if one.marker and 'extra == "referee"' in str(one.marker)]
@@ -95,15 +95,15 @@ def test_referee_extra_is_folder_in_checkout_and_version_in_wheel(source, wheel)
     with tarfile.open(next((source / "dist").glob("*.tar.gz"))) as file:
         [info] = (file.extractfile(one).read().decode() for one in file if one.name.count("/") == 1 and one.name.endswith("/PKG-INFO"))
         assert not [one.name for one in file if "referee" in one.name]
-    assert required_by_extra(metadata) == required_by_extra(info) == [f"megatron-grpo-referee=={megatron_grpo.__version__}"]
+    assert list_required_by_extra(metadata) == list_required_by_extra(info) == [f"megatron-grpo-referee=={megatron_grpo.__version__}"]
     subprocess.run([sys.executable, "setup.py", "--quiet", "egg_info"], cwd=source, check=True, capture_output=True)
-    assert required_by_extra((source / "megatron_grpo.egg-info/PKG-INFO").read_text()) == [(source / "referee").as_uri()]
+    assert list_required_by_extra((source / "megatron_grpo.egg-info/PKG-INFO").read_text()) == [(source / "referee").as_uri()]
 
 
 def test_the_referee_is_a_wheel_of_the_same_version_and_brings_autograd(source, command, tmp_path):
     project = tomllib.loads((ROOT / "referee/pyproject.toml").read_text())["project"]
     assert project["version"] == megatron_grpo.__version__ and f"megatron-grpo=={project['version']}" in project["dependencies"]
-    assert "autograd" in {Requirement(text).name for text in project["dependencies"]} - required("linux")
+    assert "autograd" in {Requirement(text).name for text in project["dependencies"]} - list_requirements("linux")
     wheel = build(source / "referee")
     files = {str(path.relative_to(source / "referee")) for path in (source / "referee/megatron_grpo_referee").rglob("*") if path.is_file()}
     assert {Path(name).suffix for name in files} == {".py", ".yaml"}

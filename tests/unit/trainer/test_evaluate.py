@@ -30,7 +30,7 @@ from tests.scripted_engine import ScriptedEngine
 TRAINING = SamplingSettings(n=16, max_completion_length=8, temperature=0.9, top_p=0.8, stop=("END",))
 
 
-def prompts(count: int) -> list[Prompt]:
+def make_prompts(count: int) -> list[Prompt]:
     return [Prompt(number=i, row=10 + i, raw=f"question {i}", token_ids=(4, 5 + i), columns={}) for i in range(count)]
 
 
@@ -52,7 +52,7 @@ def words(completions, **rest):
     return [2.0] * len(completions)
 
 
-def evaluator(engine=None, **sets):
+def make_evaluator(engine=None, **sets):
     reward_manager = RewardManager(
         [RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)]
     )
@@ -61,7 +61,7 @@ def evaluator(engine=None, **sets):
 
 
 def evaluate(rank: int, world_size: int):
-    return [(one.numbers(), one.means.tolist(), one.table) for one in evaluator(some=prompts(5), few=prompts(2)).run()]
+    return [(one.numbers(), one.means.tolist(), one.table) for one in make_evaluator(some=make_prompts(5), few=make_prompts(2)).run()]
 
 
 def test_evaluation_on_two_ranks_equals_one_rank():
@@ -87,7 +87,7 @@ class RecordingEngine(ScriptedEngine):
 
 def test_evaluation_seeds_are_equal_each_time_and_differ_from_training():
     engine = RecordingEngine(answer)
-    asks = evaluator(engine, a=prompts(3), b=prompts(3))
+    asks = make_evaluator(engine, a=make_prompts(3), b=make_prompts(3))
     for _ in range(2):
         asks.run()
     seeds = [seed for _, _, seed in engine.heard]
@@ -105,11 +105,11 @@ def test_eval_sampling_equals_training_except_n_and_temperature():
 
 
 def test_evaluation_digest_changes_with_every_input():
-    asks = evaluator(a=prompts(3)).question
+    asks = make_evaluator(a=make_prompts(3)).question
     digests = {
         asks.digest("a"),
-        evaluator(a=prompts(4)).question.digest("a"),
-        evaluator(b=prompts(3)).question.digest("b"),
+        make_evaluator(a=make_prompts(4)).question.digest("a"),
+        make_evaluator(b=make_prompts(3)).question.digest("b"),
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
         EvaluationSpec(
@@ -118,7 +118,7 @@ def test_evaluation_digest_changes_with_every_input():
         *(replace(asks, episodes=describe_rules(resolve(words.split()))).digest("a") for words in
           ("--tools a.py:f", "--tools a.py:f --max_turns 3", "--environment b.py:C", "--rollout_func c.py:g")),
     }  # fmt: skip
-    assert len(digests) == 10 and evaluator(a=prompts(3)).question.digest("a") in digests
+    assert len(digests) == 10 and make_evaluator(a=make_prompts(3)).question.digest("a") in digests
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_pass_at_k_ignores_bonus_reward_below_1():
     reward_manager = RewardManager([RewardFunction(name="bonus", function=lambda completions, **_: [0.2] * len(completions), timeout=60.0),
                    RewardFunction(name="math", function=of_the_task, timeout=60.0)])  # fmt: skip
     question = EvaluationSpec(
-        sets={"a": prompts(3)}, sampling=make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(1.0, 1.0),
+        sets={"a": make_prompts(3)}, sampling=make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(1.0, 1.0),
         pass_reward="math",
     )  # fmt: skip
     [found] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
@@ -186,7 +186,7 @@ def test_evaluation_of_several_rewards_reports_weighted_sum_and_each():
     reward_manager = RewardManager([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
                    RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
     question = EvaluationSpec(
-        sets={"a": prompts(3)}, sampling=make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
+        sets={"a": make_prompts(3)}, sampling=make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
     )
     [found] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
     told = found.numbers()

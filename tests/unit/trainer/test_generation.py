@@ -23,11 +23,11 @@ from tests.unit.trainer.test_rollouts import NumberedPrompts, answer, build_gene
 NAN, INF = math.nan, math.inf
 
 
-def pushed(engine, version):
+def sync_version(engine, version):
     engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=()))
 
 
-def versions(groups):
+def list_versions(groups):
     return {group.prompt.number: group.version for group in groups}
 
 
@@ -37,13 +37,13 @@ def test_generator_uses_finished_answers_and_requests_the_rest():
     generator.begin(prompts[:2])
     generator.begin(prompts[2:4])
     with pytest.raises(WeightSyncError, match="Version 5 was sent to the scripted engine while it was sampling"):
-        pushed(engine, 5)
+        sync_version(engine, 5)
     assert generator.wait() and generator.wait()
-    pushed(engine, 5)
-    assert versions(generator.groups(prompts[1:])) == {1: 0, 2: 0, 3: 0, 4: 5, 5: 5}
-    assert versions(generator.groups(prompts[:2])) == {0: 0, 1: 0}, "asked again, as after prompts were given back"
+    sync_version(engine, 5)
+    assert list_versions(generator.groups(prompts[1:])) == {1: 0, 2: 0, 3: 0, 4: 5, 5: 5}
+    assert list_versions(generator.groups(prompts[:2])) == {0: 0, 1: 0}, "asked again, as after prompts were given back"
     generator.forget()
-    assert versions(generator.groups(prompts[:2])) == {0: 5, 1: 5}
+    assert list_versions(generator.groups(prompts[:2])) == {0: 5, 1: 5}
 
 
 def test_generator_drops_answers_that_do_not_arrive_in_time():
@@ -53,9 +53,9 @@ def test_generator_drops_answers_that_do_not_arrive_in_time():
     generator.begin(prompts)
     assert not generator.wait(0.0)
     generator.forget()
-    pushed(engine, 1)  # nothing is under way
+    sync_version(engine, 1)  # nothing is under way
     gate.set()
-    assert versions(generator.groups(prompts)) == {0: 1, 1: 1}
+    assert list_versions(generator.groups(prompts)) == {0: 1, 1: 1}
 
 
 class WeightLosingEngine(ScriptedEngine):
@@ -85,10 +85,10 @@ class WeightLosingEngine(ScriptedEngine):
 
 def test_generator_after_lost_weights_syncs_current_weights_again():
     engine = WeightLosingEngine(answer)
-    generator, prompts = build_generator(engine, sync_again=lambda: pushed(engine, 4)), NumberedPrompts().take(2)
+    generator, prompts = build_generator(engine, sync_again=lambda: sync_version(engine, 4)), NumberedPrompts().take(2)
     generator.begin(prompts)
     assert generator.wait()
-    assert versions(generator.groups(prompts)) == {0: 4, 1: 4}
+    assert list_versions(generator.groups(prompts)) == {0: 4, 1: 4}
 
 
 def test_generator_wait_with_timeout_does_not_wait_for_lost_servers():
@@ -102,7 +102,7 @@ def test_generator_wait_with_timeout_does_not_wait_for_lost_servers():
 # ---- log-probs that no distribution has
 
 
-def group(number: int, *logprobs: tuple[float, ...]) -> Group:
+def make_group(number: int, *logprobs: tuple[float, ...]) -> Group:
     completions = tuple(make_completion((4,), range(4, 4 + len(one)), one, text="", finish_reason="stop", version=0) for one in logprobs)
     return Group(prompt=Prompt(number=number, row=10 + number, raw="", token_ids=(4,), columns={}), completions=completions)
 
@@ -116,8 +116,8 @@ def test_first_invalid_logprob_is_found(logprobs, place):
 
 
 def test_exclude_invalid_logprobs_drops_all_logprobs_of_the_completion():
-    good = group(3, (-1.0, -2.0), (-0.5,))
-    kept, found = exclude_invalid_logprobs([good, group(4, (-1.0,), (-0.5, -INF, -1.0), (0.5,))])
+    good = make_group(3, (-1.0, -2.0), (-0.5,))
+    kept, found = exclude_invalid_logprobs([good, make_group(4, (-1.0,), (-0.5, -INF, -1.0), (0.5,))])
     assert kept[0].completions == good.completions and kept[1].completions[0].logprobs.tolist() == [0.0, -1.0]
     assert [one.is_refused for each in kept for one in each.completions] == [False, False, False, True, True]
     refused = kept[1].completions[1]
@@ -130,12 +130,12 @@ def test_exclude_invalid_logprobs_drops_all_logprobs_of_the_completion():
 
 
 def test_exclude_invalid_logprobs_accepts_valid_groups():
-    groups = [group(0, (-1.0,), ()), group(1, (0.0,))]
+    groups = [make_group(0, (-1.0,), ()), make_group(1, (0.0,))]
     kept, found = exclude_invalid_logprobs(groups)
     assert [one.completions for one in kept] == [one.completions for one in groups] and invalid_logprobs_warning(found, 3) is None
 
 
 def test_generator_with_all_completions_invalid_raises():
-    _, found = exclude_invalid_logprobs([group(0, (NAN,), (1.0,))])
+    _, found = exclude_invalid_logprobs([make_group(0, (NAN,), (1.0,))])
     with pytest.raises(InvalidLogprobsError, match="2 of 2 completions .*prompt 0 .*token 1 of 1: nan.*weights or kernels are faulty"):
         invalid_logprobs_warning(found, 2)

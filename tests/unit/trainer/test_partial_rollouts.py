@@ -23,8 +23,8 @@ from megatron_grpo.plugins.partial_rollouts import engine as partial_rollouts
 from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration, join_versions, part_seed
 from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck
 from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
-from tests.unit.batching.test_schedule import table_of
-from tests.unit.trainer.test_rollouts import NumberedPrompts, RecordingLogger, SingleRankState, build_generator, mixed
+from tests.unit.batching.test_schedule import make_schedule
+from tests.unit.trainer.test_rollouts import NumberedPrompts, RecordingLogger, SingleRankState, build_generator, make_rewards
 
 LIMIT, SEED, BETWEEN = 12, 7, 3
 SAMPLING = SamplingSettings(n=2, max_completion_length=LIMIT)
@@ -34,7 +34,7 @@ class Killed(Exception):
     pass
 
 
-def token(seed: int, place: int, version: int) -> int:
+def compute_token(seed: int, place: int, version: int) -> int:
     """The token at this place of a part."""
     return (seed * 1009 + place * 31 + version * 7) % 100_003
 
@@ -68,7 +68,7 @@ class SlotScheduler:
         ended = []
         for key, one in list(self.open.items())[: self.num_slots]:
             self.drawn.append((*key, one.begin + len(one.tokens)))
-            one.tokens.append(token(one.seed, len(one.tokens), self.version))
+            one.tokens.append(compute_token(one.seed, len(one.tokens), self.version))
             is_whole = one.begin + len(one.tokens) == self.lengths[key]
             if is_whole or len(one.tokens) == one.most:
                 ended.append((key, self._turn(self.open.pop(key), is_cut=not is_whole)))
@@ -121,7 +121,7 @@ class Case:
 
     @property
     def table(self):
-        table = table_of(self.size, self.num_steps)
+        table = make_schedule(self.size, self.num_steps)
         return replace(table, sizes=replace(table.sizes, async_rollout_depth=self.depth, partial_rollouts=self.depth > 0))
 
     @property
@@ -137,7 +137,7 @@ class MemoryDisk:
     saved: tuple = (Progress(), 0, None)
 
 
-def process(
+def run_process(
     case: Case, disk: MemoryDisk, tmp_path, budget: int = -1, depth: int | None = None, until: int | None = None
 ) -> tuple[dict, Engine, PartialRollouts]:
     """({rollout: its rows}, engine, what is left) of a process that is killed after so many engine steps, or ends after `until` steps."""
@@ -147,7 +147,7 @@ def process(
     partial = PartialRollouts(engine) if case.depth else None
     if partial is not None and file is not None:
         partial.restore(read_samples(file, PartialCompletion))
-    generator = build_generator(partial or engine, mixed(case.rewards), SAMPLING)
+    generator = build_generator(partial or engine, make_rewards(case.rewards), SAMPLING)
     generator.seed = SEED
     policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=SingleRankState())
     cfg, heard = GrpoConfig(dynamic_sample=case.dynamic, oversample_ratio=case.ratio), RecordingLogger()
@@ -188,7 +188,7 @@ def assert_tokens_are_those_of_their_parts(number: int, place: int, tokens, span
     for version, begin, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
         seed = part_seed(SEED, number, place, begin - 2, n=2)
         for at in range(begin - 2, end - 2):
-            assert tokens[at] == token(seed, at - begin + 2, version) and logprobs[at] == np.float32(-0.5 - version)
+            assert tokens[at] == compute_token(seed, at - begin + 2, version) and logprobs[at] == np.float32(-0.5 - version)
 
 
 cases = st.builds(
@@ -208,8 +208,8 @@ def agreements(monkeypatch):
 @example(Case((2, 3, 1), 6, 2, 4, 9, ratio=2.5), [15, 15])
 def test_partial_rollouts_keep_prompts_and_version_bound_across_kills(tmp_path_factory, case, kills):
     tmp_path = tmp_path_factory.mktemp("disk")
-    found, engine, partial = process(replace(case, save_every=0), MemoryDisk(), tmp_path)
-    waiting, *_ = process(replace(case, save_every=0), MemoryDisk(), tmp_path, depth=0)
+    found, engine, partial = run_process(replace(case, save_every=0), MemoryDisk(), tmp_path)
+    waiting, *_ = run_process(replace(case, save_every=0), MemoryDisk(), tmp_path, depth=0)
     assert {r: [row[0] for row in rows] for r, rows in found.items()} == {r: [row[0] for row in rows] for r, rows in waiting.items()}
     table = case.table
     for rollout, rows in found.items():
@@ -226,8 +226,8 @@ def test_partial_rollouts_keep_prompts_and_version_bound_across_kills(tmp_path_f
     disk, together = MemoryDisk(), {}
     for budget in kills:
         with pytest.raises(Killed) if _is_killed(case, disk, tmp_path, budget) else nullcontext():
-            process(case, disk, tmp_path, budget)
-    done, *_ = process(case, disk, tmp_path)
+            run_process(case, disk, tmp_path, budget)
+    done, *_ = run_process(case, disk, tmp_path)
     together |= done
     assert together == {rollout: rows for rollout, rows in found.items() if rollout in together} and set(together) == set(
         range(max(found) + 1 - len(done), max(found) + 1)
@@ -237,7 +237,7 @@ def test_partial_rollouts_keep_prompts_and_version_bound_across_kills(tmp_path_f
 def _is_killed(case: Case, disk: MemoryDisk, tmp_path, budget: int) -> bool:
     """Whether a process that starts from this disk makes so many engine steps: asked of a copy of the disk."""
     try:
-        process(case, MemoryDisk(disk.saved), tmp_path, budget)
+        run_process(case, MemoryDisk(disk.saved), tmp_path, budget)
     except Killed:
         return True
     return False
@@ -245,10 +245,10 @@ def _is_killed(case: Case, disk: MemoryDisk, tmp_path, budget: int) -> bool:
 
 def test_partial_rollouts_with_smaller_depth_drop_only_older_completions(tmp_path, caplog):
     longer, disk = Case((1, 2, 1), 9, depth=3, num_slots=9, lengths=11), MemoryDisk()
-    process(longer, disk, tmp_path, until=2)
+    run_process(longer, disk, tmp_path, until=2)
     progress, taken, file = disk.saved
     kept = read_samples(file, PartialCompletion)
-    found, engine, _ = process(longer, MemoryDisk(disk.saved), tmp_path, depth=1)
+    found, engine, _ = run_process(longer, MemoryDisk(disk.saved), tmp_path, depth=1)
     table = replace(longer, depth=1).table
     due = {number: progress.num_rollouts + (number - taken) // 2 for number in {one.prompt_number for one in kept}}
     too_old = [one for one in kept if one.versions[0] < table.oldest_version(due[one.prompt_number])]
@@ -263,15 +263,15 @@ def test_partial_rollouts_dynamic_sampling_after_smaller_depth_uses_no_older_com
     """The first steps give back what they began; a later one needs more prompts than its window of the smaller depth has."""
     case = Case((2, 2, 1), 5, depth=4, num_slots=60, lengths=596853, dynamic=True, ratio=2.5, rewards="L" * 4 + "." * 200)
     disk = MemoryDisk()
-    process(case, disk, tmp_path, until=1)
-    found, *_ = process(case, disk, tmp_path, depth=1)
+    run_process(case, disk, tmp_path, until=1)
+    found, *_ = run_process(case, disk, tmp_path, depth=1)
     table = replace(case, depth=1).table
     assert all(table.oldest_version(rollout) <= min(spans[::3]) for rollout, rows in found.items() for _, _, spans, *_ in rows)
 
 
 def test_partial_rollouts_after_error_keep_previous_state(tmp_path):
     case, disk = Case((1, 2, 1), 6, depth=2, num_slots=5, lengths=3), MemoryDisk()
-    process(case, disk, tmp_path, until=2)
+    run_process(case, disk, tmp_path, until=2)
     before = read_samples(disk.saved[2], PartialCompletion)
     engine = Engine(case.convert_lengths, 5, [3], version=disk.saved[0].step)
     partial = PartialRollouts(engine)
@@ -341,7 +341,7 @@ class OffsetScorer:
         return found
 
 
-def beginning(number, versions, starts, count):
+def make_partial(number, versions, starts, count):
     logprobs = np.concatenate([np.full(end - begin, -0.5 - version) for version, begin, end in zip(versions, starts, (*starts[1:], count))])
     return PartialCompletion(prompt_number=number, place=0, token_ids=np.arange(count) + 50, logprobs=logprobs.astype(np.float32),
                              versions=versions, starts=starts)  # fmt: skip
@@ -349,7 +349,12 @@ def beginning(number, versions, starts, count):
 
 def test_partial_rollout_check_scores_tokens_of_current_version_only():
     prompts = {prompt.number: prompt for prompt in NumberedPrompts().take(5)}
-    partial = [beginning(4, (2, 3), (0, 5), 9), beginning(1, (3,), (0,), 4), beginning(2, (2,), (0,), 4), beginning(3, (3,), (0,), 6)]
+    partial = [
+        make_partial(4, (2, 3), (0, 5), 9),
+        make_partial(1, (3,), (0,), 4),
+        make_partial(2, (2,), (0,), 4),
+        make_partial(3, (3,), (0,), 6),
+    ]
     policy = OffsetScorer(3)
     check = VersionCheck(policy=policy, count=2, is_low_precision=False, temperature=1.0)
     assert check(partial, prompts, 3) == {"sampling/version_error/mean": 0.0, "sampling/version_error/max": 0.0}
@@ -371,16 +376,16 @@ def test_partial_rollout_check_uses_bounds_of_weight_sync(error, is_low_precisio
     prompts = {prompt.number: prompt for prompt in NumberedPrompts().take(5)}
     check = VersionCheck(policy=OffsetScorer(3, error), count=2, is_low_precision=is_low_precision, temperature=temperature)
     if not fails:
-        assert check([beginning(1, (3,), (0,), 4)], prompts, 3)["sampling/version_error/max"] == pytest.approx(error, abs=1e-6)
+        assert check([make_partial(1, (3,), (0,), 4)], prompts, 3)["sampling/version_error/max"] == pytest.approx(error, abs=1e-6)
         return
     with pytest.raises(WeightSyncError, match=r"do not come from the weights of version 3: .* over 4 tokens of 1 completions"):
-        check([beginning(1, (3,), (0,), 4)], prompts, 3)
+        check([make_partial(1, (3,), (0,), 4)], prompts, 3)
 
 
 def test_partial_rollout_metrics_by_hand():
     partial = PartialRollouts(SimpleNamespace())
     partial._version = 3
-    partial._found = [beginning(1, (2, 3), (0, 5), 9), beginning(2, (3,), (0,), 4), beginning(3, (2,), (0,), 6)]
+    partial._found = [make_partial(1, (2, 3), (0, 5), 9), make_partial(2, (3,), (0,), 4), make_partial(3, (2,), (0,), 6)]
     assert partial.stats(2) == {
         "rollout/partial_rows": 2, "rollout/partial_tokens": 10, "rollout/recomputed_tokens": 5, "rollout/ahead_share": 0.5
     }  # fmt: skip

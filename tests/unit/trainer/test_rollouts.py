@@ -70,80 +70,80 @@ def answer(prompt, place, version):
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)
 
 
-def scored_by(rewards, groups):
+def make_scorer(rewards, groups):
     return [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups]
 
 
-def result(stream, rewards, *, num_groups, config=None, **settings):
+def run_dynamic_sampling(stream, rewards, *, num_groups, config=None, **settings):
     """`dynamic_sampling` on prompts whose groups get `rewards[number]`, by the package's own rule of zero-std groups."""
     engine, weights = ScriptedEngine(answer), [1.0] * len(rewards[0][0])
     return collect(
         stream.take,
         stream.give_back,
-        lambda prompts: [GroupMetadata.from_group(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
+        lambda prompts: [GroupMetadata.from_group(one) for one in make_scorer(rewards, engine.generate(prompts, SAMPLING, seed=0))],
         lambda metas: zero_std_groups([meta.rewards for meta in metas], config or GrpoConfig(), weights),
         num_groups=num_groups,
         **settings,
     )
 
 
-def numbers(metas):
+def list_numbers(metas):
     return [meta.prompt_number for meta in metas]
 
 
-def mixed(pattern: str):
+def make_rewards(pattern: str):
     """Rewards by prompt number, from a word such as "L..L": live or zero-std; zero-std for ever after."""
     return {number: LIVE if number < len(pattern) and pattern[number] == "L" else ZERO_STD for number in range(1000)}
 
 
 def test_dynamic_sampling_replaces_zero_std_groups_only():
     stream = NumberedPrompts()
-    found = result(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
+    found = run_dynamic_sampling(stream, make_rewards(".L.LLL..L"), num_groups=4, dynamic_sample=True)
     assert stream.asked == [4, 2]  # two of the first four are zero-std
-    assert numbers(found.kept) == [1, 3, 4, 5]
+    assert list_numbers(found.kept) == [1, 3, 4, 5]
     assert (found.num_rounds, found.num_zero_std_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
 
 
 def test_dynamic_sampling_fills_rollout_with_oldest_zero_std_groups():
     stream = NumberedPrompts()
-    found = result(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
+    found = run_dynamic_sampling(stream, make_rewards("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
     assert stream.asked == [3, 3, 2]
-    assert numbers(found.kept) == [0, 1, 3]
+    assert list_numbers(found.kept) == [0, 1, 3]
     assert (found.num_rounds, found.num_zero_std_dropped, stream.taken) == (3, 5, 8)
 
 
 def test_rollout_without_dynamic_sampling_includes_zero_std_groups():
     stream = NumberedPrompts()
-    assert numbers(result(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
+    assert list_numbers(run_dynamic_sampling(stream, make_rewards(".L"), num_groups=4).kept) == [0, 1, 2, 3]
     assert stream.asked == [4]
 
 
 def test_oversampling_prefers_nonzero_std_groups_in_one_round():
     stream = NumberedPrompts()
-    found = result(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
+    found = run_dynamic_sampling(stream, make_rewards(".L.L.."), num_groups=4, oversample_ratio=1.5)
     assert stream.asked == [6]
-    assert numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest zero-std ones
+    assert list_numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest zero-std ones
     assert (found.num_rounds, found.num_zero_std_dropped, stream.taken) == (1, 2, 6)
 
 
 def test_oversampling_gives_back_prompts_from_first_unused_group():
     stream = NumberedPrompts()
-    found = result(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
+    found = run_dynamic_sampling(stream, make_rewards("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
     assert stream.asked == [8]
-    assert numbers(found.kept) == [0, 2, 3]
+    assert list_numbers(found.kept) == [0, 2, 3]
     assert (found.num_given_back, found.num_zero_std_dropped, stream.taken) == (4, 1, 4)
-    assert numbers(found.sampled) == list(range(8))
+    assert list_numbers(found.sampled) == list(range(8))
 
 
 def test_oversample_ratio_is_exact_in_decimals():
     stream = NumberedPrompts()
-    result(stream, mixed("L" * 20), num_groups=10, oversample_ratio=1.1)
+    run_dynamic_sampling(stream, make_rewards("L" * 20), num_groups=10, oversample_ratio=1.1)
     assert stream.asked == [11]  # 10 * 1.1 is 11.000000000000002 in binary
 
 
 def test_dynamic_sampling_treats_groups_with_at_most_one_score_as_zero_std():
     rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: ZERO_STD for number in range(4, 9)}}
-    assert numbers(result(NumberedPrompts(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
+    assert list_numbers(run_dynamic_sampling(NumberedPrompts(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
 
 
 def test_dynamic_sampling_with_gdpo_accepts_group_if_one_reward_varies():
@@ -152,7 +152,7 @@ def test_dynamic_sampling_with_gdpo_accepts_group_if_one_reward_varies():
     rewards = {0: opposite, 1: ((1.0, 0.0), (0.0, 0.0)), **{number: ((1.0, 1.0),) * 2 for number in range(2, 9)}}
     for estimator, kept in (("grpo", [1]), ("gdpo", [0])):
         config = GrpoConfig(advantage_estimator=estimator)
-        assert numbers(result(NumberedPrompts(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
+        assert list_numbers(run_dynamic_sampling(NumberedPrompts(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
 
 
 patterns = st.lists(st.booleans(), max_size=60)
@@ -161,13 +161,15 @@ patterns = st.lists(st.booleans(), max_size=60)
 @given(patterns, st.integers(1, 7), st.sampled_from([1.0, 1.1, 1.5, 2.0, 3.0]), st.booleans(), st.integers(1, 4), st.integers(1, 6))
 def test_dynamic_sampling_trains_every_nonzero_std_group_once(alive, num_groups, ratio, dynamic, times, num_rollouts):
     """Of the prompts that count as used, the live ones are exactly those that were trained: none is lost, none comes twice."""
-    rewards = mixed("".join("L" if one else "." for one in alive))
+    rewards = make_rewards("".join("L" if one else "." for one in alive))
     stream, trained = NumberedPrompts(), []
     for _ in range(num_rollouts):
         stream.asked.clear()
         start = stream.taken
-        found = result(stream, rewards, num_groups=num_groups, oversample_ratio=ratio, dynamic_sample=dynamic, max_resample_times=times)
-        kept = numbers(found.kept)
+        found = run_dynamic_sampling(
+            stream, rewards, num_groups=num_groups, oversample_ratio=ratio, dynamic_sample=dynamic, max_resample_times=times
+        )
+        kept = list_numbers(found.kept)
         assert len(kept) == num_groups and kept == sorted(kept) and set(kept) <= set(range(start, stream.taken))
         assert len(stream.asked) == found.num_rounds <= (1 + times if dynamic else 1)
         assert stream.asked[0] == math.ceil(num_groups * Fraction(str(ratio)))
@@ -196,7 +198,7 @@ class SingleRankState:
 class RecordingLogger(list):
     """A metrics logger that records its calls."""
 
-    rollout = list.append
+    run_rollout = list.append
 
 
 class TableRewards:
@@ -208,20 +210,20 @@ class TableRewards:
         self.rewards = rewards
 
     def __call__(self, groups, *, positions):
-        return scored_by(self.rewards, groups)
+        return make_scorer(self.rewards, groups)
 
     def warn_of_sameness(self, rows):
         assert all(len(row) == 1 for row in rows)
 
 
-def schedule(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
+def make_schedule(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
     """Groups of two; a rollout of `num_groups` groups is trained in so many steps, a completion a micro-step."""
     rows = 2 * num_groups
     return TrainingSchedule(BatchSizes(layout=SingleRankState.layout, global_batch_size=rows // steps, generation_batch_size=rows,
                                 num_generations=2, old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
 
 
-def rollouts_of(
+def make_rollouts(
     rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, logger=None, sampling=SAMPLING, teacher=None, **config
 ):
     policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=SingleRankState())
@@ -235,11 +237,11 @@ def build_generator(engine, rewards=(), sampling=SAMPLING, sync_again=lambda: py
     return RolloutGenerator(engine, TableRewards(rewards), sampling=sampling, seed=0, timers=Timers(), sync_again=sync_again)
 
 
-def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
+def run_rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
     """(samples in row order, metrics, rows) of one rollout, by the weights of its step."""
     heard, engine = RecordingLogger(), ScriptedEngine(answer)
     engine.load_weights(WeightUpdate(kind="weights", version=number, tensors=()))
-    rollouts = rollouts_of(rewards, schedule(old_logprobs=old_logprobs), penalty=penalty, engine=engine, logger=heard, **config)
+    rollouts = make_rollouts(rewards, make_schedule(old_logprobs=old_logprobs), penalty=penalty, engine=engine, logger=heard, **config)
     (found,) = rollouts.sample([number])
     assert rollouts.sample([]) == rollouts.collect([]) == rollouts.drain(number) == []
     cfg = rollouts.cfg
@@ -249,7 +251,7 @@ def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answ
 
 
 def test_rollout_samples_contain_prompt_completion_and_advantage():
-    samples, stats, rows = rollout({0: LIVE, 1: ZERO_STD}, number=5)
+    samples, stats, rows = run_rollout({0: LIVE, 1: ZERO_STD}, number=5)
     assert [(s.rollout, s.row, s.prompt_number) for s in samples] == [(5, 0, 0), (5, 1, 0), (5, 2, 1), (5, 3, 1)]
     second = samples[3]
     assert second.token_ids.tolist() == [4, 6, 11, 12] and second.mask.tolist() == [False, False, True, True]
@@ -265,10 +267,10 @@ def test_rollout_samples_contain_prompt_completion_and_advantage():
 
 def test_rollout_small_advantage_is_not_treated_as_zero():
     """A row of advantage 0 is not computed: one of 0.01, or of a rounding error, is."""
-    samples, _, rows = rollout({0: ((0.02,), (0.0,)), 1: ZERO_STD}, scale_rewards="none")
+    samples, _, rows = run_rollout({0: ((0.02,), (0.0,)), 1: ZERO_STD}, scale_rewards="none")
     assert [s.advantage for s in samples] == pytest.approx([0.01, -0.01, 0, 0])
     assert rows.is_zero_advantage.tolist() == [False, False, True, True]
-    _, _, rows = rollout({0: ((1e-6,), (0.0,)), 1: ZERO_STD}, scale_rewards="none")
+    _, _, rows = run_rollout({0: ((1e-6,), (0.0,)), 1: ZERO_STD}, scale_rewards="none")
     assert rows.is_zero_advantage.tolist() == [False, False, True, True]
 
 
@@ -283,10 +285,10 @@ def test_rollout_samples_have_teacher_logprobs_unless_untrained():
         right = answer(prompt, place, version)
         return replace(right, logprobs=np.full_like(right.logprobs, np.inf)) if (prompt.number, place) == (1, 0) else right
 
-    samples, _, _ = rollout({0: LIVE, 1: LIVE}, teacher=teacher, answer=some_wrong)
+    samples, _, _ = run_rollout({0: LIVE, 1: LIVE}, teacher=teacher, answer=some_wrong)
     assert [None if s.teacher_logprobs is None else s.teacher_logprobs.tolist() for s in samples] == [
         [0, 0, 0, 0], [0, 0, -1, -1], None, [0, 0, -3, -3]]  # fmt: skip
-    assert all(s.teacher_logprobs is None for s in rollout({0: LIVE, 1: ZERO_STD})[0])
+    assert all(s.teacher_logprobs is None for s in run_rollout({0: LIVE, 1: ZERO_STD})[0])
 
 
 def test_rollout_with_lost_teacher_is_logged_once_after_retry():
@@ -296,10 +298,10 @@ def test_rollout_with_lost_teacher_is_logged_once_after_retry():
         raise NoRolloutServerError("no server of the teacher answered")
 
     with pytest.raises(NoRolloutServerError):
-        rollouts_of(rewards, schedule(), logger=heard, teacher=gone).sample([0])
+        make_rollouts(rewards, make_schedule(), logger=heard, teacher=gone).sample([0])
     assert heard == []
     with pytest.raises(KeyError):  # and a row that a teacher forgot does not pass for one that was never to be taught
-        rollouts_of(rewards, schedule(), logger=heard, teacher=lambda *asked: {}).sample([0])
+        make_rollouts(rewards, make_schedule(), logger=heard, teacher=lambda *asked: {}).sample([0])
 
 
 def test_rollout_rows_have_group_and_prefix_for_training_and_penalty():
@@ -313,13 +315,13 @@ def test_rollout_rows_have_group_and_prefix_for_training_and_penalty():
         assert same_group == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
         return (lengths.prefix.tolist(), lengths.contexts.tolist(), rows.prompt_number.tolist()) == ([2] * 4, [4] * 4, [0, 0, 1, 1])
 
-    samples, _, rows = rollout({0: LIVE, 1: ZERO_STD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
+    samples, _, rows = run_rollout({0: LIVE, 1: ZERO_STD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
     assert are_right(rows)
     assert [sample.prefix for sample in samples] == [2] * 4
 
 
 def test_rollout_unscored_completion_is_excluded_from_training_and_means():
-    samples, stats, _ = rollout({0: ((None,), (None,)), 1: LIVE})
+    samples, stats, _ = run_rollout({0: ((None,), (None,)), 1: LIVE})
     assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_zero_std
     assert stats["reward"] == 0.5
 
@@ -330,16 +332,16 @@ def test_rollout_completion_with_invalid_logprob_is_excluded_and_counted(caplog)
         return replace(one, logprobs=np.float32([0, 0, -0.5, [-math.inf, 0.3][prompt.number]])) if place else one
 
     for old_logprobs in ("auto", "rollout"):
-        samples, stats, rows = rollout({0: LIVE, 1: LIVE}, old_logprobs=old_logprobs, answer=broken)
+        samples, stats, rows = run_rollout({0: LIVE, 1: LIVE}, old_logprobs=old_logprobs, answer=broken)
         assert [s.mask.tolist() for s in samples] == [[False, False, True, True], [False] * 4] * 2
         assert rows.num_masked.tolist() == [2, 0, 2, 0]
         assert all(np.isfinite(s.sampler_logprobs).all() for s in samples)
         assert stats["sampling/refused_completions"] == 2
     assert "2 of 4 completions have an invalid log-prob (NaN, infinite or above 0; the first: completion 1 of prompt 0" in caplog.text
-    assert rollout({0: LIVE, 1: LIVE})[1]["sampling/refused_completions"] == 0
+    assert run_rollout({0: LIVE, 1: LIVE})[1]["sampling/refused_completions"] == 0
 
 
-def told_words(prompt, place, version):
+def answer_with_mask(prompt, place, version):
     """Completion 0 among two words and one; completion 1 among three and two."""
     one = answer(prompt, place, version)
     first, second = one.answer_ids
@@ -349,7 +351,7 @@ def told_words(prompt, place, version):
 
 
 def test_rollout_sampled_ahead_has_sampling_mask_and_teacher_logprobs():
-    engine, asked = ScriptedEngine(told_words), []
+    engine, asked = ScriptedEngine(answer_with_mask), []
     engine.load_weights(WeightUpdate(kind="weights", version=0, tensors=()))
 
     def teacher(rows):
@@ -357,7 +359,7 @@ def test_rollout_sampled_ahead_has_sampling_mask_and_teacher_logprobs():
         return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in rows.sequences.items()}
 
     sampling = replace(SAMPLING, top_k=3, returns_sampling_mask=True)
-    rollouts = rollouts_of({0: LIVE, 1: LIVE}, schedule(depth=1), engine=engine, sampling=sampling, teacher=teacher)
+    rollouts = make_rollouts({0: LIVE, 1: LIVE}, make_schedule(depth=1), engine=engine, sampling=sampling, teacher=teacher)
     rollouts.launch(1)
     assert asked == []
     [found] = rollouts.drain(0)  # a checkpoint asks for it before its own step does
@@ -381,9 +383,9 @@ def test_rollout_penalty_logprobs_are_reused_as_old_logprobs_in_same_step(draine
     def penalty(rows):
         return np.zeros(len(rows.rows)), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()}
 
-    table = schedule(steps=2, depth=1)
+    table = make_schedule(steps=2, depth=1)
     assert (table.find_version(1), table.oldest_version(1)) == (2, 0) and table.step(2).old_logprob_slices == ((1, 2), (1, 3))
-    rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine, penalty=penalty, beta=1.0, kl_in_reward=True)
+    rollouts = make_rollouts({0: LIVE, 1: LIVE}, table, engine=engine, penalty=penalty, beta=1.0, kl_in_reward=True)
     rollouts.launch(1)
     [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)
     with_old_logprobs = [] if drained_at == 1 else [(1, 2), (1, 3)]
@@ -392,7 +394,7 @@ def test_rollout_penalty_logprobs_are_reused_as_old_logprobs_in_same_step(draine
     for key in with_old_logprobs:
         assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
     # And at once, as every rollout is without one ahead.
-    at_once = rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
+    at_once = make_rollouts({0: LIVE, 1: LIVE}, make_schedule(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
     at_once.generator.sampler.load_weights(WeightUpdate(kind="weights", version=0, tensors=()))
     [found] = at_once.sample([0])
     assert found.rows.take(np.flatnonzero(found.rows.has_old_logprobs)).keys == [(0, 2), (0, 3)]
@@ -411,9 +413,9 @@ def test_rollout_penalty_logprobs_are_reused_as_old_logprobs_in_same_step(draine
 def test_rollout_with_version_outside_planned_range_raises(depth, version, said):
     """Of two steps each: rollout 1 comes in at step 2, and rollout 2, sampled from step 2 on, at step 4. Weights that were pushed late
     look like this."""
-    engine, table = ScriptedEngine(answer), schedule(steps=2, depth=depth)
+    engine, table = ScriptedEngine(answer), make_schedule(steps=2, depth=depth)
     engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=()))
-    rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine)
+    rollouts = make_rollouts({0: LIVE, 1: LIVE}, table, engine=engine)
     if not said:
         assert set(rollouts.sample([1 + depth])[0].rows.version.tolist()) == {version}
         return
@@ -425,17 +427,17 @@ def test_rollout_checks_version_of_each_part_of_a_completion():
     engine = ScriptedEngine(lambda *asked: replace(answer(*asked), versions=((2, 2, 3), (5, 3, 4))))
     engine.load_weights(WeightUpdate(kind="weights", version=2, tensors=()))
     with pytest.raises(ValueError, match="sampled by weight version 5; the training schedule expects version 2, or up to 4$"):
-        rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2, depth=1), engine=engine).sample([2])
+        make_rollouts({0: LIVE, 1: LIVE}, make_schedule(steps=2, depth=1), engine=engine).sample([2])
 
 
 def test_rollout_samples_have_sampling_mask_unless_untrained(caplog):
     def told(prompt, place, version):
         """Completion 1 of prompt 1 is refused."""
-        one = told_words(prompt, place, version)
+        one = answer_with_mask(prompt, place, version)
         return replace(one, logprobs=np.float32([0, 0, -0.5, 0.3])) if place and prompt.number else one
 
     sampling = replace(SAMPLING, top_k=3, returns_sampling_mask=True)
-    samples, stats, _ = rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)
+    samples, stats, _ = run_rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)
     assert [sample.sampling_mask and sample.sampling_mask.ids.tolist() for sample in samples] == [
         [0, 9, 1],
         [1, 8, 9, 2, 8],
@@ -445,9 +447,9 @@ def test_rollout_samples_have_sampling_mask_unless_untrained(caplog):
     assert (stats["sampling/mask_size"], stats["sampling/mask_size_max"]) == ((3 + 5) * 2 / 8, 3)
     nothing = without_training(samples[1])
     assert nothing.sampling_mask is None and not nothing.mask.any()
-    assert "sampling/mask_size" not in rollout({0: LIVE, 1: LIVE})[1]
+    assert "sampling/mask_size" not in run_rollout({0: LIVE, 1: LIVE})[1]
     with pytest.raises(InvalidSamplingMaskError, match="returned no sampling mask for the 2 tokens"):
-        rollout({0: LIVE, 1: LIVE}, sampling=sampling)
+        run_rollout({0: LIVE, 1: LIVE}, sampling=sampling)
 
 
 def test_rollout_with_all_completions_invalid_raises():
@@ -455,11 +457,11 @@ def test_rollout_with_all_completions_invalid_raises():
         return replace(answer(prompt, place, version), logprobs=np.float32([0, 0, math.nan, -1.0]))
 
     with pytest.raises(InvalidLogprobsError, match="4 of 4 completions .*completion 0 of prompt 0 .*token 1 of 2: nan.*are faulty"):
-        rollout({0: LIVE, 1: LIVE}, answer=broken)
+        run_rollout({0: LIVE, 1: LIVE}, answer=broken)
 
 
 def test_rollout_with_old_logprobs_rollout_uses_sampler_logprobs():
-    samples, *_ = rollout({0: LIVE, 1: ZERO_STD}, old_logprobs="rollout")
+    samples, *_ = run_rollout({0: LIVE, 1: ZERO_STD}, old_logprobs="rollout")
     assert all(s.old_logprobs_from == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
 
 
@@ -469,7 +471,7 @@ def test_rollout_kl_penalty_is_subtracted_before_baseline():
         return np.array([0.25, 0.0, 0.5, 0.0]), {}
 
     settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
-    samples, stats, _ = rollout({0: LIVE, 1: ZERO_STD}, penalty=penalty, **settings)
+    samples, stats, _ = run_rollout({0: LIVE, 1: ZERO_STD}, penalty=penalty, **settings)
     assert [s.advantage for s in samples] == pytest.approx([0.375, -0.375, -0.25, 0.25])
     assert [s.is_zero_std for s in samples] == [False, False, True, True], "by their rewards, before the penalty"
     assert stats["kl_in_reward"] == pytest.approx(0.1875) and stats["reward"] == 0.75
@@ -477,6 +479,6 @@ def test_rollout_kl_penalty_is_subtracted_before_baseline():
 
 def test_rollout_metrics_include_mean_reward_of_all_sampled_groups():
     """Kept: prompts 2 and 3, reward 0.5 each. Sampled: those, and two zero-std groups of reward 1."""
-    _, stats, _ = rollout({0: ZERO_STD, 1: ZERO_STD, 2: LIVE, 3: LIVE}, dynamic_sample=True)
+    _, stats, _ = run_rollout({0: ZERO_STD, 1: ZERO_STD, 2: LIVE, 3: LIVE}, dynamic_sample=True)
     assert (stats["reward"], stats["dynamic_sample/reward"]) == (0.5, 0.75)
     assert [stats[f"dynamic_sample/{name}"] for name in ("rounds", "groups_sampled", "zero_std_groups_replaced")] == [2, 4, 2]

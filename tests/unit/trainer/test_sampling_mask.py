@@ -17,35 +17,37 @@ from megatron_grpo.core.types import TokenSequence
 INF = -np.inf
 
 
-def told(*rows):
+def make_vllm_lists(*rows):
     """(id, probability) of the drawn token and of words told besides -> what vLLM's lists say."""
     ids = np.array([[word for word, _ in row] for row in rows], dtype=np.int32)
     with np.errstate(divide="ignore"):
         return ids, np.log(np.array([[p for _, p in row] for row in rows], dtype=np.float32))
 
 
-def of(kept: SamplingMask) -> list[list[int]]:
+def list_parts(kept: SamplingMask) -> list[list[int]]:
     return [part.tolist() for part in np.split(kept.ids, kept.at[1:-1])]
 
 
 def test_sampling_mask_omits_excluded_tokens_and_contains_sampled_token_once():
-    ids, logprobs = told([(7, 0.25), (3, 0.75), (7, 0.25), (1, 0.0), (2, 0.0)], [(3, 1.0), (3, 1.0), (9, 0.0), (1, 0.0), (4, 0.0)])
+    ids, logprobs = make_vllm_lists(
+        [(7, 0.25), (3, 0.75), (7, 0.25), (1, 0.0), (2, 0.0)], [(3, 1.0), (3, 1.0), (9, 0.0), (1, 0.0), (4, 0.0)]
+    )
     found, kept = logprobs_and_mask(ids, logprobs, 100)
     assert np.exp(found).tolist() == pytest.approx([0.25, 1.0]) and found.dtype == np.float32
-    assert of(kept) == [[7, 3], [3]] and kept.at.dtype == np.int64 and kept.ids.dtype == np.int32
+    assert list_parts(kept) == [[7, 3], [3]] and kept.at.dtype == np.int64 and kept.ids.dtype == np.int32
 
 
 def test_sampling_mask_with_ties_beyond_reported_tokens_uses_reported_ones():
     """Words as likely as the last one stay in vLLM's set; here it told of two of four, and the drawn token is a third."""
-    ids, logprobs = told([(5, 0.2), (1, 0.4), (2, 0.2)])
+    ids, logprobs = make_vllm_lists([(5, 0.2), (1, 0.4), (2, 0.2)])
     (found,), kept = logprobs_and_mask(ids, logprobs, 100)
-    assert of(kept) == [[5, 1, 2]] and np.exp(found) == pytest.approx(0.2 / 0.8)
-    (found,), kept = logprobs_and_mask(*told([(1, 0.6), (1, 0.6), (0, 0.4)]), 2)  # all the words there are
+    assert list_parts(kept) == [[5, 1, 2]] and np.exp(found) == pytest.approx(0.2 / 0.8)
+    (found,), kept = logprobs_and_mask(*make_vllm_lists([(1, 0.6), (1, 0.6), (0, 0.4)]), 2)  # all the words there are
     assert np.exp(found) == pytest.approx(0.6)
     assert (num_asked(5, 100), num_asked(5, 7)) == (5 + TIES, 7)
 
 
-def sequence(kept: list[list[int]] | None) -> TokenSequence:
+def make_sequence(kept: list[list[int]] | None) -> TokenSequence:
     whole = (
         SamplingMask.joined([SamplingMask(np.array([0, len(words)]), np.array(words, dtype=np.int32)) for words in kept])
         if kept is not None
@@ -72,13 +74,13 @@ def sequence(kept: list[list[int]] | None) -> TokenSequence:
 )
 def test_check_sampling_mask_requires_distinct_ids_with_sampled_token(kept, said):
     if said is None:
-        return check_sampling_mask(sequence(kept), 8)
+        return check_sampling_mask(make_sequence(kept), 8)
     with pytest.raises(InvalidSamplingMaskError, match=re.escape(said)):
-        check_sampling_mask(sequence(kept), 8)
+        check_sampling_mask(make_sequence(kept), 8)
 
 
 def test_sampling_mask_with_wrong_number_of_rows_raises():
-    one = sequence([[3], [4], [5]])
+    one = make_sequence([[3], [4], [5]])
     with pytest.raises(ValueError, match="the sampling mask has 3 rows and 3 token IDs; 2 rows are needed"):
         _ = one.sampling_mask
     with pytest.raises(InvalidSamplingMaskError, match="returned an incomplete sampling mask: the sampling mask has 3 rows") as caught:

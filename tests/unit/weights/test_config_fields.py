@@ -10,7 +10,7 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.families import FAMILIES, FILE, IDLE, REFUSED, list_fields
 from megatron_grpo.core.weights.shape import ModelShape
 from tests import vision_cases
-from tests.unit.weights.tiny import CHECKPOINTS, config_of
+from tests.unit.weights.tiny import CHECKPOINTS, make_model_config
 from tools import config_fields
 
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
@@ -23,7 +23,7 @@ STRETCHED_BY_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "ori
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}
 
 
-def config_of_family(family: str, folder) -> dict:
+def make_family_config(family: str, folder) -> dict:
     """In which all that the family can have is there: windows too, and no rope that says what the words above it say."""
     if family in vision:
         config = json.loads((vision_cases.write_vlm(folder, vision[family]) / "config.json").read_text())
@@ -33,18 +33,22 @@ def config_of_family(family: str, folder) -> dict:
         sections = {"Qwen2": [2, 3, 3], "Qwen3V": [4, 2, 2], "Qwen3_5": [2, 1, 1]}  # of a hybrid's heads a quarter turns
         given = next(found for prefix, found in sections.items() if family.startswith(prefix))
         return inner | config | WINDOWS | {"rope_scaling": {"mrope_section": given}}
-    (name, *_) = [name for name in CHECKPOINTS if config_of(name)["architectures"] == [family]]
+    (name, *_) = [name for name in CHECKPOINTS if make_model_config(name)["architectures"] == [family]]
     left_out = (
         "rope_parameters",
         "layer_types",
         "num_local_experts",
-        *(["partial_rotary_factor"] if "rotary_dim" in config_of(name) else []),
+        *(["partial_rotary_factor"] if "rotary_dim" in make_model_config(name) else []),
     )
-    config = {key: value for key, value in config_of(name).items() if key not in left_out}
+    config = {key: value for key, value in make_model_config(name).items() if key not in left_out}
     return (
         config
         | WINDOWS
-        | {key: config_of(name)[key] for key in ("num_local_experts",) if "num_experts" not in config and key in config_of(name)}
+        | {
+            key: make_model_config(name)[key]
+            for key in ("num_local_experts",)
+            if "num_experts" not in config and key in make_model_config(name)
+        }
     )
 
 
@@ -73,7 +77,7 @@ def test_config_field_table_equals_installed_transformers():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_field_that_has_effect_changes_shape_or_is_rejected(family, tmp_path):
-    config = config_of_family(family, tmp_path)
+    config = make_family_config(family, tmp_path)
     right = ModelShape.from_hf(config)
     ignored = []
     for name, (kinds, default) in list_fields(family).items():
@@ -116,7 +120,7 @@ def test_config_field_that_has_effect_changes_shape_or_is_rejected(family, tmp_p
 ])  # fmt: skip
 def test_config_field_with_unsupported_value_is_rejected(name, said, words):
     with pytest.raises(ConfigError, match=words):
-        ModelShape.from_hf(config_of(name) | said)
+        ModelShape.from_hf(make_model_config(name) | said)
 
 
 def test_config_fields_outside_text_config_are_read_as_by_transformers(tmp_path):

@@ -181,7 +181,7 @@ def test_hf_reader_of_invalid_checkpoint_is_rejected(tmp_path):
         HfReader(source)
 
 
-def with_head(tmp_path, name: str, change):
+def write_checkpoint_with_head(tmp_path, name: str, change):
     """The tiny checkpoint `name` with lm_head.weight = change(embedding) in its file."""
     path = write_checkpoint(name, tmp_path / "model")
     weights = load_file(path / "model.safetensors")
@@ -194,17 +194,17 @@ def test_check_tied_head_rejects_different_head(tmp_path):
     def moved(embedding):
         return torch.cat([embedding[:3], embedding[3:] + 0.25])
 
-    path = with_head(tmp_path, "llama_tied", moved)
+    path = write_checkpoint_with_head(tmp_path, "llama_tied", moved)
     theirs = AutoModelForCausalLM.from_pretrained(path)
     assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight), "transformers uses the head that is there"
     with pytest.raises(ConfigError, match="tie_word_embeddings.*50 of 53 rows differ, by up to 0.25.*to false.*or remove lm_head.weight"):
         check_tied_head(HfReader(path))
     with pytest.raises(ConfigError, match=r"their shapes are \(60, 32\) and \(53, 32\)"):
-        check_tied_head(HfReader(with_head(tmp_path / "longer", "llama_tied", lambda embedding: torch.zeros(60, 32))))
+        check_tied_head(HfReader(write_checkpoint_with_head(tmp_path / "longer", "llama_tied", lambda embedding: torch.zeros(60, 32))))
 
 
 def test_tied_head_of_family_default_rejects_different_head(tmp_path):
-    path = with_head(tmp_path, "gemma3", lambda embedding: -embedding)
+    path = write_checkpoint_with_head(tmp_path, "gemma3", lambda embedding: -embedding)
     config = json.loads((path / "config.json").read_text())
     config.pop("tie_word_embeddings", None)
     (path / "config.json").write_text(json.dumps(config))
@@ -214,14 +214,14 @@ def test_tied_head_of_family_default_rejects_different_head(tmp_path):
 
 @pytest.mark.parametrize(("name", "change"), [("llama_tied", lambda w: w), ("qwen2", lambda w: -w)])
 def test_check_tied_head_accepts_copy_of_embedding_and_untied_head(tmp_path, name, change):
-    check_tied_head(HfReader(with_head(tmp_path, name, change)))
+    check_tied_head(HfReader(write_checkpoint_with_head(tmp_path, name, change)))
 
 
 def test_policy_with_different_tied_head_is_rejected(tmp_path):
     from tests import parity_cases as cases
     from tests.ranks import run_ranks
 
-    path = with_head(tmp_path, "qwen2_tied", lambda embedding: 2 * embedding)
+    path = write_checkpoint_with_head(tmp_path, "qwen2_tied", lambda embedding: 2 * embedding)
 
     def body(rank, world):
         with pytest.raises(ConfigError, match="53 of 53 rows differ"):

@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from megatron_grpo.core.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.core.weights.shape import ModelShape
-from tests.unit.weights.tiny import config_of
+from tests.unit.weights.tiny import make_model_config
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from tests.unit.weights.tiny import config_of
     ids=str,
 )
 def test_lora_modules_equal_peft(tmp_path, said):
-    names = [module.name for module in linear_modules(ModelShape.from_hf(config_of("qwen3")))]
+    names = [module.name for module in linear_modules(ModelShape.from_hf(make_model_config("qwen3")))]
     config = {"target_modules": sorted({name.rsplit(".", 1)[1] for name in names}), **said}
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}))
     ours, theirs = LoraSettings.from_peft(tmp_path), LoraConfig(r=4, **config)

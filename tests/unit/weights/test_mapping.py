@@ -12,7 +12,7 @@ from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.core.weights.mapping import WeightMap, with_global_numbers
 from megatron_grpo.core.weights.names import ShardSplit, hf_shapes
 from megatron_grpo.core.weights.shape import ModelShape
-from tests.unit.weights.tiny import CHECKPOINTS, config_of, write_checkpoint
+from tests.unit.weights.tiny import CHECKPOINTS, make_model_config, write_checkpoint
 
 LAYOUTS = [(1, 1), (2, 1), (4, 2)]  # (TP, expert TP)
 CASES = [(name, *layout) for name in CHECKPOINTS for layout in LAYOUTS if "tp1" not in name or layout == (1, 1)]
@@ -30,7 +30,7 @@ def reader(tmp_path_factory):
     return get
 
 
-def shards_of(weights: WeightMap, name: str, read, tp: int, expert_tp: int) -> list[torch.Tensor]:
+def make_shards(weights: WeightMap, name: str, read, tp: int, expert_tp: int) -> list[torch.Tensor]:
     ranks = expert_tp if weights.entry(name).is_expert else tp
     return [weights.load(name, read, tp_rank=rank, tp_size=tp, expert_tp_rank=rank, expert_tp_size=expert_tp) for rank in range(ranks)]
 
@@ -50,7 +50,7 @@ def test_weight_map_round_trip_is_exact_and_complete(reader, name, tp, expert_tp
         return source(hf_name)
 
     for parameter in weights.megatron_names():
-        for hf_name, tensor in weights.export(parameter, shards_of(weights, parameter, read, tp, expert_tp)):
+        for hf_name, tensor in weights.export(parameter, make_shards(weights, parameter, read, tp, expert_tp)):
             assert hf_name not in exported, f"{hf_name} is exported twice"
             exported[hf_name] = tensor
     assert exported.keys() == weights.expected_hf_names() == source.names == read_names
@@ -61,7 +61,7 @@ def test_weight_map_round_trip_is_exact_and_complete(reader, name, tp, expert_tp
 def test_vocabulary_padding_is_zero_and_never_exported(reader):
     source = reader("qwen3")
     weights = WeightMap.for_shape(ModelShape.from_hf(source.config), padded_vocab_size=64)
-    shards = shards_of(weights, "output_layer.weight", source, 4, 1)
+    shards = make_shards(weights, "output_layer.weight", source, 4, 1)
     assert [tuple(shard.shape) for shard in shards] == [(16, 32)] * 4
     assert not shards[3][53 - 48 :].any()
     shards[3][53 - 48 :] = 1.0  # the optimizer may have moved them
@@ -91,7 +91,7 @@ def test_tied_output_layer_is_a_copy_of_the_embedding_and_is_exported_once(reade
 
 
 def test_weight_map_entries_have_shard_split_and_expert_flag():
-    shape = ModelShape.from_hf(config_of("deepseek_v3"))
+    shape = ModelShape.from_hf(make_model_config("deepseek_v3"))
     weights = WeightMap.for_shape(shape, padded_vocab_size=64)
     expert = weights.entry("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
     assert (expert.is_expert, expert.cut) == (True, ShardSplit.GATED_COLUMN)
@@ -126,13 +126,13 @@ def test_weight_map_converts_local_layer_numbers_to_global():
     ],
 )
 def test_weight_map_unknown_parameter_raises(name):
-    weights = WeightMap.for_shape(ModelShape.from_hf(config_of("qwen3_moe")), padded_vocab_size=64)
+    weights = WeightMap.for_shape(ModelShape.from_hf(make_model_config("qwen3_moe")), padded_vocab_size=64)
     with pytest.raises(LookupError, match="is not a parameter of Qwen3MoeForCausalLM"):
         weights.entry(name)
 
 
 def test_weight_map_reports_missing_and_unknown_tensors_together():
-    weights = WeightMap.for_shape(ModelShape.from_hf(config_of("llama")), padded_vocab_size=53)
+    weights = WeightMap.for_shape(ModelShape.from_hf(make_model_config("llama")), padded_vocab_size=53)
     names = set(weights.expected_hf_names()) - {"lm_head.weight"} | {"model.layers.0.self_attn.q_proj.bias"}
     with pytest.raises(ConfigError) as error:
         weights.check_complete(names)
@@ -141,12 +141,12 @@ def test_weight_map_reports_missing_and_unknown_tensors_together():
 
 
 def test_old_buffers_prediction_layers_and_a_stored_tied_head_are_ignored():
-    names = set(hf_shapes(ModelShape.from_hf(config_of("deepseek_v3"))))
-    deepseek = WeightMap.for_shape(ModelShape.from_hf(config_of("deepseek_v3")), padded_vocab_size=53)
+    names = set(hf_shapes(ModelShape.from_hf(make_model_config("deepseek_v3"))))
+    deepseek = WeightMap.for_shape(ModelShape.from_hf(make_model_config("deepseek_v3")), padded_vocab_size=53)
     deepseek.check_complete(names | {"model.layers.2.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"})
     with pytest.raises(ConfigError, match="eh_proj"):
         deepseek.check_complete(names | {"model.layers.1.eh_proj.weight"})
-    tied = WeightMap.for_shape(ModelShape.from_hf(config_of("llama_tied")), padded_vocab_size=53)
+    tied = WeightMap.for_shape(ModelShape.from_hf(make_model_config("llama_tied")), padded_vocab_size=53)
     tied.check_complete(set(tied.expected_hf_names()) | {"lm_head.weight"})
 
 
@@ -195,7 +195,7 @@ def test_weight_map_of_any_divisible_shape_round_trips(groups, heads_per_group, 
     weights = WeightMap.for_shape(shape, padded_vocab_size=-(-vocab // tp) * tp)
     source = {name: torch.rand(size) for name, size in hf_shapes(shape).items()}
     exported = dict(
-        pair for name in weights.megatron_names() for pair in weights.export(name, shards_of(weights, name, source.__getitem__, tp, 1))
+        pair for name in weights.megatron_names() for pair in weights.export(name, make_shards(weights, name, source.__getitem__, tp, 1))
     )
     assert exported.keys() == source.keys()
     assert all(torch.equal(exported[name], source[name]) for name in source)
@@ -218,7 +218,7 @@ def test_expert_ranks_and_stages_together_hold_every_parameter_once(reader, nami
 
 
 def test_weight_map_check_held_reports_missing_parameters():
-    weights = WeightMap.for_shape(ModelShape.from_hf(config_of("llama_all_biases")), padded_vocab_size=64)
+    weights = WeightMap.for_shape(ModelShape.from_hf(make_model_config("llama_all_biases")), padded_vocab_size=64)
     names = set(weights.megatron_names())
     weights.check_held(names)
     with pytest.raises(ValueError, match="needs 2 parameters that no Megatron module has: decoder.layers.0.self_attention.linear_proj"):

@@ -15,7 +15,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.rope import rope_inverse_frequencies
 from megatron_grpo.core.weights.shape import ModelShape
-from tests.unit.weights.tiny import CHECKPOINTS, config_of
+from tests.unit.weights.tiny import CHECKPOINTS, make_model_config
 
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
@@ -53,7 +53,7 @@ SCALINGS = {
 @pytest.mark.parametrize("head_dim", [64, 128, 6])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_rope_frequencies_equal_transformers(scaling, head_dim):
-    config = {**config_of("llama"), "head_dim": head_dim, "max_position_embeddings": 131072, "rope_parameters": SCALINGS[scaling]}
+    config = {**make_model_config("llama"), "head_dim": head_dim, "max_position_embeddings": 131072, "rope_parameters": SCALINGS[scaling]}
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**config))
     ours, attention_scaling = rope_inverse_frequencies(ModelShape.from_hf(config))
     assert ours.dtype == "float32" and torch.equal(torch.from_numpy(ours), theirs.inv_freq)
@@ -62,8 +62,8 @@ def test_rope_frequencies_equal_transformers(scaling, head_dim):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_rope_defaults_of_each_family_equal_transformers(name):
-    ours, scaling = rope_inverse_frequencies(ModelShape.from_hf(config_of(name)))
-    silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
+    ours, scaling = rope_inverse_frequencies(ModelShape.from_hf(make_model_config(name)))
+    silent = {key: value for key, value in make_model_config(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
     theirs, shape = AutoConfig.for_model(**silent).rope_parameters, ModelShape.from_hf(silent)
     whole, local = theirs.get("full_attention", theirs), theirs.get("sliding_attention", theirs)
     assert (shape.rope.theta, (shape.local_rope or shape.rope).theta) == (whole["rope_theta"], local["rope_theta"])
@@ -80,7 +80,7 @@ YARN_OF_SOME = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embed
     ("gemma3", Gemma3RotaryEmbedding, {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}),
 ])  # fmt: skip
 def test_rope_of_sliding_window_layers_is_separate(name, kind, older):
-    silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
+    silent = {key: value for key, value in make_model_config(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
     newer = AutoConfig.for_model(**silent, **older)
     for config in ({**silent, **older}, {**silent, "rope_parameters": newer.rope_parameters}):
         theirs, shape = kind(newer), ModelShape.from_hf(config)
@@ -101,14 +101,14 @@ def test_rope_of_sliding_window_layers_is_separate(name, kind, older):
     ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types must name full_attention or sliding_attention"),
 ])  # fmt: skip
 def test_rope_config_with_unsupported_layers_is_rejected(name, said, words):
-    config = {key: value for key, value in config_of(name).items() if key != "rope_parameters"}
+    config = {key: value for key, value in make_model_config(name).items() if key != "rope_parameters"}
     with pytest.raises(ConfigError, match=words):
         ModelShape.from_hf({**config, **said})
 
 
 def test_rope_of_latent_attention_equals_transformers():
     config = {
-        **config_of("deepseek_v3"),
+        **make_model_config("deepseek_v3"),
         "rope_parameters": {
             "rope_type": "yarn",
             "factor": 40.0,

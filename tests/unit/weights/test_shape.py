@@ -11,7 +11,7 @@ import pytest
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.names import hf_shapes, num_parameters
 from megatron_grpo.core.weights.shape import ModelShape, flat_values
-from tests.unit.weights.tiny import CHECKPOINTS, config_of
+from tests.unit.weights.tiny import CHECKPOINTS, make_model_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,13 +40,13 @@ def test_num_parameters_equals_transformers(name):
 
     kind, fields = CHECKPOINTS[name]
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**fields))
-    shape = ModelShape.from_hf(config_of(name))
+    shape = ModelShape.from_hf(make_model_config(name))
     biases_of_experts = shape.moe.num_experts * sum(shape.moe.layers) if shape.moe and shape.moe.has_expert_bias else 0  # buffers there
     assert num_parameters(shape) == model.num_parameters() + biases_of_experts
 
 
 def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
-    shape = ModelShape.from_hf(config_of("mixtral"))  # 4 experts of 3 x 32 x 40 in each of 2 layers, 2 visited
+    shape = ModelShape.from_hf(make_model_config("mixtral"))  # 4 experts of 3 x 32 x 40 in each of 2 layers, 2 visited
     assert num_parameters(shape) - num_parameters(shape, active_only=True) == 2 * 2 * 3 * 32 * 40
 
 
@@ -116,7 +116,7 @@ def test_model_shape_is_equal_for_old_and_new_config_form():
     }
     assert ModelShape.from_hf(old) == ModelShape.from_hf(new)
     assert ModelShape.from_hf(old).rope.theta == 5e5
-    experts = config_of("qwen3_moe")
+    experts = make_model_config("qwen3_moe")
     count = experts.pop("num_local_experts", None) or experts.pop("num_experts")
     experts.pop("num_experts", None)
     both = [ModelShape.from_hf({**experts, key: count}) for key in ("num_experts", "num_local_experts")]
@@ -125,7 +125,7 @@ def test_model_shape_is_equal_for_old_and_new_config_form():
 
 @pytest.mark.parametrize("name", ["qwen3_moe_mixed", "deepseek_v3"])
 def test_model_shape_expert_layers_equal_transformers(name):
-    shape = ModelShape.from_hf(config_of(name))
+    shape = ModelShape.from_hf(make_model_config(name))
     expected = {"qwen3_moe_mixed": (False, False, False, True), "deepseek_v3": (False, True)}[name]
     assert shape.moe.layers == expected
     for layer, moe in enumerate(expected):
@@ -218,11 +218,11 @@ def test_hybrid_model_shapes_of_published_configs(name):
 ])  # fmt: skip
 def test_hybrid_model_shape_with_unsupported_config_is_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
-        ModelShape.from_hf(config_of("qwen3_5") | changes)
+        ModelShape.from_hf(make_model_config("qwen3_5") | changes)
 
 
 def test_hybrid_model_shape_reads_layer_types_and_text_rope():
-    config = config_of("qwen3_5")
+    config = make_model_config("qwen3_5")
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
     config |= {"layer_types": ["full_attention", "linear_attention", *["full_attention"] * 2], "rope_parameters": rope}
     shape = ModelShape.from_hf(config)
@@ -239,7 +239,7 @@ def test_model_shape_reports_all_problems_together():
 
 
 def test_model_shape_missing_family_key_is_rejected_by_name():
-    config = config_of("deepseek_v3")
+    config = make_model_config("deepseek_v3")
     del config["kv_lora_rank"]
     with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM needs kv_lora_rank"):
         ModelShape.from_hf(config)
@@ -289,7 +289,7 @@ def test_model_shape_windows_equal_transformers_layers():
     from transformers import AutoConfig
 
     for name in ("olmo3", "gemma3"):
-        silent = {key: value for key, value in config_of(name).items() if key not in ("layer_types", "rope_parameters")}
+        silent = {key: value for key, value in make_model_config(name).items() if key not in ("layer_types", "rope_parameters")}
         kinds = AutoConfig.for_model(**silent).layer_types
         windows = tuple(9 if kind == "sliding_attention" else None for kind in kinds)
         assert ModelShape.from_hf(silent).windows == ModelShape.from_hf({**silent, "layer_types": kinds}).windows == windows

@@ -10,48 +10,48 @@ from megatron_grpo.core.weights.names import hf_shapes
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import parameter_trains, trains
 from megatron_grpo.run.config.rules.tuner import freezing_problems
-from tests.unit.weights.tiny import config_of
+from tests.unit.weights.tiny import make_model_config
 
 QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 
 
-def tuner(**changes) -> TunerConfig:
+def make_tuner(**changes) -> TunerConfig:
     return TunerConfig(**changes)
 
 
-def shape(name: str) -> ModelShape:
-    return ModelShape.from_hf(config_of(name))
+def make_shape(name: str) -> ModelShape:
+    return ModelShape.from_hf(make_model_config(name))
 
 
-def that_train(model: str, **changes) -> set[str]:
+def find_trainable(model: str, **changes) -> set[str]:
     """Of the tensors of the first layer and outside the layers, without `model.layers.0.`."""
-    rule = trains(tuner(**changes))
-    return {name.removeprefix("model.layers.0.") for name in hf_shapes(shape(model)) if "layers.1." not in name and rule(name)}
+    rule = trains(make_tuner(**changes))
+    return {name.removeprefix("model.layers.0.") for name in hf_shapes(make_shape(model)) if "layers.1." not in name and rule(name)}
 
 
 def test_trainable_parameters_default_to_all_and_to_none_with_adapter():
-    assert len(that_train("llama")) == len(hf_shapes(shape("llama"))) - 9
-    assert that_train("llama", tuner_type="lora") == set()
+    assert len(find_trainable("llama")) == len(hf_shapes(make_shape("llama"))) - 9
+    assert find_trainable("llama", tuner_type="lora") == set()
 
 
 def test_freeze_parameters_match_prefix_and_regex_matches_anywhere():
     outside = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
-    assert that_train("llama", freeze_parameters=["model.layers."]) == outside
-    assert that_train("llama", freeze_parameters=["layers"]) == that_train("llama")  # inside a name: no prefix
-    assert that_train("llama", freeze_parameters_regex=r"_proj\.|lm_head") == (outside | norms) - {"lm_head.weight"}
+    assert find_trainable("llama", freeze_parameters=["model.layers."]) == outside
+    assert find_trainable("llama", freeze_parameters=["layers"]) == find_trainable("llama")  # inside a name: no prefix
+    assert find_trainable("llama", freeze_parameters_regex=r"_proj\.|lm_head") == (outside | norms) - {"lm_head.weight"}
 
 
 def test_trainable_parameters_override_freeze_parameters():
-    assert that_train("llama", freeze_parameters=["model", "lm_head"], trainable_parameters=["model.norm"]) == {"model.norm.weight"}
+    assert find_trainable("llama", freeze_parameters=["model", "lm_head"], trainable_parameters=["model.norm"]) == {"model.norm.weight"}
     both = dict(freeze_parameters_regex=".", trainable_parameters=["lm_head"], trainable_parameters_regex=r"mlp\.down")
-    assert that_train("llama", **both) == {"lm_head.weight", "mlp.down_proj.weight"}
-    assert that_train("llama", trainable_parameters=["lm_head"]) == that_train("llama")  # nothing was frozen
+    assert find_trainable("llama", **both) == {"lm_head.weight", "mlp.down_proj.weight"}
+    assert find_trainable("llama", trainable_parameters=["lm_head"]) == find_trainable("llama")  # nothing was frozen
 
 
 def test_fused_megatron_parameter_is_trainable_with_its_tensors():
-    rule = trains(tuner(freeze_parameters_regex="self_attn|mlp.experts.2"))
-    weights = WeightMap.for_shape(shape("qwen3_moe"), padded_vocab_size=53)
+    rule = trains(make_tuner(freeze_parameters_regex="self_attn|mlp.experts.2"))
+    weights = WeightMap.for_shape(make_shape("qwen3_moe"), padded_vocab_size=53)
     assert weights.hf_names("decoder.layers.0.self_attention.linear_qkv.weight") == QKV
 
     def of(name: str) -> bool:
@@ -61,7 +61,7 @@ def test_fused_megatron_parameter_is_trainable_with_its_tensors():
     experts = [of(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight") for e in range(4)]
     assert experts == [True, True, False, True]
     with pytest.raises(ValueError, match="q_proj.weight, .*k_proj.weight, .* are one parameter; a part of it cannot train separately"):
-        parameter_trains(QKV, trains(tuner(freeze_parameters_regex="q_proj")))
+        parameter_trains(QKV, trains(make_tuner(freeze_parameters_regex="q_proj")))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_fused_megatron_parameter_is_trainable_with_its_tensors():
     ],
 )  # fmt: skip
 def test_freezing_part_of_a_fused_parameter_is_rejected_with_names(model, changes, says):
-    (problem,) = freezing_problems(tuner(**changes), shape(model))
+    (problem,) = freezing_problems(make_tuner(**changes), make_shape(model))
     assert says in problem.message
     assert set(problem.flags) <= set(changes)
 
@@ -108,4 +108,4 @@ def test_freezing_part_of_a_fused_parameter_is_rejected_with_names(model, change
     ],
 )
 def test_freezing_whole_parameters_is_accepted(model, changes):
-    assert freezing_problems(tuner(**changes), shape(model)) == []
+    assert freezing_problems(make_tuner(**changes), make_shape(model)) == []

@@ -43,7 +43,7 @@ QWEN3_VL_4B = {
 }  # fmt: skip
 
 
-def changed(config, **changes):
+def change_config(config, **changes):
     return json.loads(json.dumps(config)) | changes
 
 
@@ -131,18 +131,21 @@ def test_vision_config_is_read_in_hub_and_transformers_form():
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (changed(QWEN3_VL_4B, hidden_size=2048), "hidden_size is 2048 at the top level and 2560 in text_config"),
-        (changed(QWEN3_VL_4B, tie_word_embeddings=False), "is False at the top level and True in text_config"),
-        (changed(QWEN3_VL_4B, rope_scaling={"mrope_section": [20, 24, 20]}), r"contradictory values.*\[20, 24, 20\] and \[24, 20"),
-        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 20]}), r"channels of a head \(64\), got 60"),
-        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": "all"}), "three integers, got 'all'"),
-        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}), "'yarn' with axes"),
-        (changed(QWEN2_5_VL_7B, vision_config=None), "vision_config must be an object, got None"),
-        (changed(QWEN2_5_VL_7B, vision_config=changed(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)), "outputs 2048 channels"),
-        (changed(QWEN2_5_VL_7B, image_token_id=None), "image_token_id must be a positive integer"),
-        (changed(QWEN2_5_VL_7B, text_config=[1]), r"text_config must be an object, got \[1\]"),
-        (changed(QWEN3_VL_4B, architectures=["Glm4vMoeForConditionalGeneration"]), "its vision tower is not verified"),
-        (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"], norm_topk_prob=False), "norm_topk_prob is False"),
+        (change_config(QWEN3_VL_4B, hidden_size=2048), "hidden_size is 2048 at the top level and 2560 in text_config"),
+        (change_config(QWEN3_VL_4B, tie_word_embeddings=False), "is False at the top level and True in text_config"),
+        (change_config(QWEN3_VL_4B, rope_scaling={"mrope_section": [20, 24, 20]}), r"contradictory values.*\[20, 24, 20\] and \[24, 20"),
+        (change_config(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 20]}), r"channels of a head \(64\), got 60"),
+        (change_config(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": "all"}), "three integers, got 'all'"),
+        (change_config(QWEN2_5_VL_7B, rope_scaling={"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}), "'yarn' with axes"),
+        (change_config(QWEN2_5_VL_7B, vision_config=None), "vision_config must be an object, got None"),
+        (
+            change_config(QWEN2_5_VL_7B, vision_config=change_config(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)),
+            "outputs 2048 channels",
+        ),
+        (change_config(QWEN2_5_VL_7B, image_token_id=None), "image_token_id must be a positive integer"),
+        (change_config(QWEN2_5_VL_7B, text_config=[1]), r"text_config must be an object, got \[1\]"),
+        (change_config(QWEN3_VL_4B, architectures=["Glm4vMoeForConditionalGeneration"]), "its vision tower is not verified"),
+        (change_config(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"], norm_topk_prob=False), "norm_topk_prob is False"),
     ],
 )  # fmt: skip
 def test_vision_config_that_is_contradictory_or_incomplete_is_rejected(config, says):

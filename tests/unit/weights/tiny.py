@@ -96,7 +96,7 @@ DENSE = [name for name in CHECKPOINTS if "moe" not in name and name not in ("mix
 EXPERTS = [name for name in CHECKPOINTS if name not in DENSE]
 
 
-def config_of(name: str) -> dict:
+def make_model_config(name: str) -> dict:
     """The config.json of a tiny checkpoint, parsed."""
     kind, fields = CHECKPOINTS[name]
     config = getattr(transformers, kind)(**fields)
