@@ -89,7 +89,7 @@ def test_files_of_other_versions_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("system", ["trl", "verl", "slime", "swift"])
-def test_a_hook_has_at_most_20_lines(system):
+def test_referee_hooks_have_at_most_20_lines(system):
     assert len([line for line in dumps.hook_of(system).splitlines() if line and line != "# fmt: off"]) <= 20
 
 

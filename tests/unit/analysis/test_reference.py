@@ -39,7 +39,7 @@ def loss_and_gradients(batch, cfg):
 
 
 @pytest.mark.parametrize("number", range(len(GOLDEN["losses"])))
-def test_the_reference_needs_no_torch(number):
+def test_numpy_reference_runs_without_torch(number):
     settings = GOLDEN["losses"][number]["settings"]
     cfg = GrpoConfig(**settings)
     for seed in range(5):
@@ -53,7 +53,7 @@ def test_the_reference_needs_no_torch(number):
 
 
 @pytest.mark.parametrize("function", [lambda a, b: a.minimum(b).sum(), lambda a, b: a.clamp(0.0, 1.0).sum() + b.clamp(max=0.0).sum()])
-def test_ties_and_bounds_have_torchs_gradient(function):
+def test_numpy_reference_gradient_at_ties_and_bounds_equals_torch(function):
     for one in (-1.0, 0.0, 1.0):
         arrays = [np.array([one, 0.0]), np.array([0.0, one])]
         x, y = (torch.tensor(array, requires_grad=True) for array in arrays)

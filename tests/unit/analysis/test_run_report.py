@@ -109,7 +109,7 @@ def test_report_page_makes_no_requests_and_draws_every_figure(browser, tmp_path,
     assert page.locator("canvas").count() == 5 and page.printed == []
 
 
-def test_a_script_that_is_not_the_pages_own_does_not_run(browser, tmp_path, run):
+def test_report_page_blocks_foreign_scripts(browser, tmp_path, run):
     page = open_page(browser, tmp_path, [run])
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=\"http://127.0.0.1:9/x.png\">')")
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'document.title = \"owned\"'}))")
@@ -131,7 +131,7 @@ def test_text_has_contrast_in_both_themes(browser, tmp_path, run, scheme):
 
 
 @pytest.mark.parametrize("names", [["first"], ["first", "other"]])
-def test_a_phone_does_not_scroll_sideways(browser, tmp_path, names):
+def test_report_page_fits_a_phone_screen(browser, tmp_path, names):
     event = {"step": 3, "time": "2026-01-02T03:04:05+00:00", "kind": "warning", "text": "A long sentence of a run. " * 9}
     runs = [write_run(tmp_path / name, events=[event]) for name in names]
     page = open_page(browser, tmp_path, runs, viewport={"width": 360, "height": 740})
@@ -161,7 +161,7 @@ def test_two_runs_are_curves_of_one_figure_and_settings_that_differ_are_marked(b
     assert page.locator("#versions + .wide .differs").count() == 0
 
 
-def test_answers_that_changed_are_counted_and_shown_with_those_that_became_worse(run):
+def test_report_page_counts_changed_answers_and_shows_worse_ones(run):
     found = run_report.describe_run(RunFiles(run))
     assert found["counts"] == (2, 1, 1)
     assert [(one["before"], one["after"], one["score_before"], one["score_after"]) for one in found["answers"]] == [
@@ -197,7 +197,7 @@ def test_report_page_without_plan_file_states_that_it_is_missing(tmp_path):
     assert "0.5 nats" in page and "no plan.json" in page
 
 
-def test_a_long_run_stays_small(tmp_path):
+def test_report_page_of_long_run_is_small(tmp_path):
     run = write_run(tmp_path / "run")
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     write_lines(run / "metrics.jsonl", [first | {"step": n, "reward": n % 7 + 1 / 3, "grad_norm": n / 7} for n in range(1, 20_001)])

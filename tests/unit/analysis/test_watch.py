@@ -72,6 +72,6 @@ def test_watch_command_with_invalid_arguments_raises_config_error(argv, sentence
         watch.run_watch(argv)
 
 
-def test_a_spark_line_has_means_of_neighbors_and_is_flat_for_equal_values():
+def test_spark_line_averages_neighbors_and_is_flat_for_equal_values():
     assert watch.sparkline([(1, 0.0), (2, 7.0)]) == "▁█" and watch.sparkline([(n, 2.0) for n in range(3)]) == "▁▁▁"
     assert len(watch.sparkline([(n, float(n)) for n in range(1000)])) <= watch.WIDTH

@@ -135,7 +135,7 @@ def test_ctrl_c_lets_the_ranks_save_and_is_raised_in_the_program(run, tmp_path, 
         run(saves_on(signal.SIGINT))
 
 
-def test_a_second_ctrl_c_ends_ranks_that_are_still_saving(run, tmp_path, default_sigint):
+def test_launch_second_ctrl_c_ends_saving_ranks(run, tmp_path, default_sigint):
     def saving(folder, rank):
         signal.signal(signal.SIGINT, lambda *_: (folder / f"saving.{rank}").touch())
         (folder / f"ready.{rank}").write_text(str(os.getpid()))
@@ -178,7 +178,7 @@ print("the next line")
 """
 
 
-def test_interrupt_in_a_notebook_ends_the_cell_after_the_save_and_the_kernel_lives_on(tmp_path, monkeypatch):
+def test_launch_interrupt_in_notebook_ends_cell_after_save(tmp_path, monkeypatch):
     manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed (pip install 'megatron-grpo[dev]')")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed (pip install 'megatron-grpo[dev]')")
     monkeypatch.setenv("OUT", str(tmp_path))

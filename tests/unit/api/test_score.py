@@ -29,7 +29,7 @@ def test_built_in_rewards_and_lambdas_work():
     assert score(lambda completions: [2.0 for _ in completions], ROWS)[0]["reward"] == 2.0
 
 
-def test_a_failure_is_that_of_a_run():
+def test_score_failure_equals_failure_of_a_run():
     def fails(completions):
         return [1 / (len(text) - 1) for text in completions]
 
@@ -46,11 +46,11 @@ def test_a_failure_is_that_of_a_run():
         ([], ROWS, "reward_funcs is empty"),
     ],
 )
-def test_wrong_arguments_are_sentences(rewards, rows, why):
+def test_score_with_wrong_arguments_raises_config_error(rewards, rows, why):
     with pytest.raises(ConfigError, match=why):
         score(rewards, rows)
 
 
-def test_the_table_of_a_notebook_escapes_what_a_model_wrote():
+def test_score_html_table_escapes_completions():
     page = score(correct, ROWS)._repr_html_()
     assert "&lt;b&gt;6&lt;/b&gt;" in page and "<b>" not in page and "Scores of 2 completions" in page

@@ -34,7 +34,7 @@ def test_settings_with_function_value_are_rejected(tmp_path):
         explicit_settings(3)
 
 
-def test_an_explicit_default_counts_and_messages_name_the_source(tmp_path):
+def test_settings_explicit_default_is_recorded_with_source(tmp_path):
     found = parse_settings(GRPOConfig(lr=1e-6, num_generations="many"), tmp_path)
     assert found.config.sources["lr"] == "GRPOConfig" and found.config.sources["seed"] == "default"
     assert [str(one) for one in found.problems] == ["num_generations (GRPOConfig) must be a whole number, not 'many'."]

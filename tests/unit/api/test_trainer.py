@@ -35,7 +35,7 @@ def make_settings(tmp_path, **more):
     return GRPOConfig(torch_dtype="float32", output_dir=str(tmp_path / "out"), **(sizes | more))
 
 
-def test_a_plan_is_made_of_objects(model, tmp_path):
+def test_plan_accepts_python_objects(model, tmp_path):
     made = GRPOTrainer(model, even, make_settings(tmp_path), ROWS, {"held": ROWS[:4]}, nproc_per_node=2).plan()
     assert (made.schedule.num_steps, made.num_prompts, made.checked.sizes.layout.world_size) == (3, 40, 2)
     assert made.checked.config.rewards.reward_funcs == ["python:even"]
@@ -51,7 +51,7 @@ def test_a_dataset_of_datasets_is_read(model, tmp_path):
     assert plan(make_settings(tmp_path), model=model, reward_funcs=[even], train_dataset=rows).num_prompts == 40
 
 
-def test_an_assignment_after_the_trainer_was_made_counts(model, tmp_path):
+def test_trainer_uses_config_assignments_made_later(model, tmp_path):
     args = make_settings(tmp_path)
     made = GRPOTrainer(model, even, args, ROWS)
     args.learning_rate = 3e-4
@@ -133,7 +133,7 @@ def test_trainer_save_model_copies_the_export_and_fails_before_it_exists(tmp_pat
     assert (made.save_model(tmp_path / "copy") / "config.json").is_file()
 
 
-def test_a_result_is_a_small_table(tmp_path):
+def test_train_result_repr_is_a_table(tmp_path):
     history = [{"step": 1, "reward": 0.25, "num_tokens": 8}, {"step": 2, "reward": 0.5, "num_tokens": 1600}]
     result = RunResult(output_dir=tmp_path, step=2, finished=True, history=history, evaluations=[])
     assert "<td>0.250 → 0.500</td>" in result._repr_html_() and "<td>1,600</td>" in result._repr_html_()

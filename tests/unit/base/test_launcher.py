@@ -25,7 +25,7 @@ def test_launcher_variables_are_read_in_launcher_module_only():
     assert sorted(files) == [PACKAGE / "core/base/launcher.py", PACKAGE / "run/jobs.py"]
 
 
-def test_torchrun():
+def test_launch_info_of_torchrun():
     found = launcher.read(TORCHRUN)
     assert (found.rank, found.world_size, found.local_rank, found.problems) == (3, 4, 1, ())
     assert found.is_launched and found.by_torchrun and found.launcher_holds_store and not found.is_logging_rank
@@ -55,7 +55,7 @@ def test_launch_info_without_launcher_is_rank_0_of_1():
         ({"RANK": None, "NPROC_PER_NODE": "gpu", "NNODES": "0"}, "NPROC_PER_NODE is 'gpu'; NNODES is '0'"),
     ],
 )
-def test_a_broken_environment_is_a_problem_and_not_a_traceback(change, said):
+def test_launch_info_with_invalid_variables_is_rejected(change, said):
     env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     [problem] = launcher.read(env).problems
     assert said in problem.message
@@ -75,7 +75,7 @@ def test_a_broken_environment_is_a_problem_and_not_a_traceback(change, said):
          "tensor_model_parallel_size (2) x context_parallel_size (2) means 4", "torchrun --nproc_per_node 4 "),
     ],
 )  # fmt: skip
-def test_one_process_of_many_is_refused_with_the_line_to_type(monkeypatch, capsys, env, flags, asked, line):
+def test_single_process_of_multi_rank_run_is_rejected_with_command(monkeypatch, capsys, env, flags, asked, line):
     for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS", "NPROC_PER_NODE", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():

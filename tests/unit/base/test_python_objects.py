@@ -38,7 +38,7 @@ def test_rewards_are_found_under_their_names():
     assert reward.name == "equal" and reward.function(completions=["a", "b"]) == [0.0, 1.0]
 
 
-def test_rows_are_read_whole_and_streamed():
+def test_python_rows_are_read_whole_and_streamed():
     python_objects.provide({"rows": [{"prompt": "a"}, {"prompt": "b"}], "none": []})
     rows = read_rows("python:rows")
     assert [*rows] == [{"prompt": "a"}, {"prompt": "b"}] and rows.place(1) == "rows row 1"
@@ -81,7 +81,7 @@ def test_function_fingerprint_covers_code_and_closure_values():
     assert len({one, *map(python_objects.compute_fingerprint, others)}) == 6
 
 
-def test_code_without_a_source_has_a_fingerprint_too():
+def test_function_fingerprint_without_source():
     def made(text):
         space = {}
         exec(f"def reward(completions): return [{text} for _ in completions]", space)
@@ -90,7 +90,7 @@ def test_code_without_a_source_has_a_fingerprint_too():
     assert made("1.0") == made("1.0") != made("2.0")
 
 
-def test_an_attribute_of_a_reward_object_counts():
+def test_object_fingerprint_includes_attributes():
     class Reward:
         def __init__(self, weight):
             self.weight = weight

@@ -64,7 +64,7 @@ def test_positions_are_those_of_transformers():
     assert np.array_equal(found[:, 0].numpy(), positions(len(one.token_ids), one.images))
 
 
-def test_without_pictures_positions_stay_one_axis():
+def test_positions_without_images_have_one_axis():
     assert collate([make_row(5), make_row(7)]).positions.shape == (10,)
     assert collate([make_row(5), make_row(2, WIDE, 3)]).positions.shape == (3, 14)
 

@@ -26,7 +26,7 @@ def list_rows(packed):
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_million_completions_waste_two_in_a_thousand(name):
+def test_pack_of_a_million_completions_wastes_0_2_percent(name):
     lengths, max_tokens = LENGTHS[name](np.random.default_rng(0), 1_000_000)
     lengths = lengths.astype(np.int64)
     packed = pack(lengths, max_tokens=max_tokens, dp_size=8, balance_length=48_000.0)

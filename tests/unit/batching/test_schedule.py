@@ -90,7 +90,7 @@ def test_schedule_rollouts_that_straddle_steps_equal_published_example(a, w, mu,
     assert sorted({row.rollout for row in rows if row.staleness}) == expected == NaiveSchedule(a, w, mu, num_rollouts).straddling()
 
 
-def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
+def test_schedule_needs_2_forward_only_passes_instead_of_12_or_4():
     a, w, mu, num_rollouts = 3, 2, 1, 6
     table = TrainingSchedule(make_sizes(a, w, mu))
     static = num_rollouts * w if a % (w * mu) else 0
@@ -100,7 +100,7 @@ def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
     assert (static, per_rollout, ours) == (12, 4, 2)
 
 
-def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
+def test_schedule_worked_example_recomputes_two_stale_slices():
     table = TrainingSchedule(make_sizes(4, 3, 1))
     first = table.step(0)
     assert first.immediate == range(0, 2) and not first.arriving and not first.launches

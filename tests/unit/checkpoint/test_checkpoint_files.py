@@ -27,7 +27,7 @@ def verify_files(directory: Path) -> list[str]:
     return find_damage(directory, read_manifest(directory).files)
 
 
-def test_the_mebibytes_that_are_compared_are_counted(tmp_path):
+def test_verify_files_counts_mebibytes_in_its_phase(tmp_path):
     directory = write(CheckpointDirectory(tmp_path / "checkpoints"), 2, bytes(2**20 + 1))
     with activity.phase("restoring", total=2, unit="MiB") as phase:
         assert verify_files(directory) == [] and phase.done == 2
@@ -45,7 +45,7 @@ def test_a_checkpoint_just_written_is_undamaged_and_the_one_to_resume_from(tmp_p
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
-def test_every_flipped_bit_is_found(tmp_path, place):
+def test_checkpoint_verification_detects_every_flipped_bit(tmp_path, place):
     directory = write(CheckpointDirectory(tmp_path), 1)
     content = bytearray((directory / "inner/file").read_bytes())
     content[place] ^= 128
@@ -53,7 +53,7 @@ def test_every_flipped_bit_is_found(tmp_path, place):
     assert verify_files(directory) == [f"{directory}/inner/file has changed since it was written (its SHA-256 differs)"]
 
 
-def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tmp_path):
+def test_checkpoints_are_ordered_by_write_time(tmp_path):
     """Step 15 is of a future that was given up by resuming from 5; its directory is there until the run reaches it again."""
     folder = CheckpointDirectory(tmp_path)
     for step in (5, 10, 15, 10):
@@ -153,7 +153,7 @@ def test_a_writer_killed_at_any_rename_leaves_a_directory_to_resume_from(tmp_pat
     assert not [path for path in tmp_path.glob(".*") if path.is_dir()]
 
 
-def test_a_manifest_that_cannot_be_read_is_a_sentence(tmp_path):
+def test_unreadable_manifest_raises_config_error(tmp_path):
     assert "is missing" in read_manifest(tmp_path)
     for content in ("", "[]", "{}", "\x00", "3"):
         (tmp_path / "manifest.json").write_text(content)
@@ -170,14 +170,14 @@ def test_a_manifest_that_cannot_be_read_is_a_sentence(tmp_path):
     ({"progress": {"step": 6}}, "`step` is 5, `progress.step` is 6"),
     ({"step": 6, "progress": {"step": 6}}, "is of step 6, which does not match its directory name"),
 ], ids=["format", "field", "no files", "file", "count", "progress", "two steps", "other folder"])  # fmt: skip
-def test_a_manifest_with_something_unknown_or_impossible_is_a_sentence(tmp_path, change, says):
+def test_manifest_with_unknown_or_invalid_field_is_rejected(tmp_path, change, says):
     directory = write(CheckpointDirectory(tmp_path), 5)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | change))
     assert says in read_manifest(directory)
 
 
-def test_every_flipped_bit_of_a_manifest_is_found_and_one_without_a_checksum_is_read(tmp_path):
+def test_manifest_checksum_detects_every_flipped_bit(tmp_path):
     """The progress and the settings that stand in it stand nowhere else: a flip in `num_tokens` went on unseen."""
     folder = CheckpointDirectory(tmp_path)
     writing = folder.begin(5)

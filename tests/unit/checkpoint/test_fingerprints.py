@@ -91,7 +91,7 @@ def fingerprint(tmp_path, rows):
     lambda rows: rows.reverse(),
     lambda rows: rows.pop(),
 ], ids=["column", "prompt", "new column", "order", "fewer"])  # fmt: skip
-def test_every_row_and_every_column_of_a_data_set_counts(tmp_path, change):
+def test_dataset_fingerprint_covers_every_row_and_column(tmp_path, change):
     rows = [dict(row) for row in ROWS]
     before = fingerprint(tmp_path, rows)
     change(rows)

@@ -76,7 +76,7 @@ def test_output_dir_of_evaluation_is_rejected_for_training_and_vice_versa(tmp_pa
 
 
 @pytest.mark.parametrize("name", WRITTEN_BY_A_RUN)
-def test_a_dangling_link_and_a_file_for_a_folder_are_refused_in_a_runs_own_folder_too(tmp_path, name):
+def test_output_dir_with_dangling_link_or_file_for_folder_is_rejected(tmp_path, name):
     claim(tmp_path)
     (tmp_path / name).symlink_to(tmp_path / "gone")
     assert f"{tmp_path}/{name} is a link to {tmp_path}/gone, which does not exist" in find_error(tmp_path, overwrites=True)
@@ -96,7 +96,7 @@ def test_overwrite_output_dir_removes_only_files_of_a_run(tmp_path):
     assert find_checkpoints(tmp_path / "out", environ={}).notes == (), "the next run can write its model beside hf/model.gguf"
 
 
-def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path):
+def test_overwrite_output_dir_empties_a_symlinked_folder(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "scratch")

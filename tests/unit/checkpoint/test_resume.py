@@ -206,7 +206,7 @@ def test_resume_prefers_newer_checkpoint_over_older_pointer_with_note(tmp_path):
     assert find_step(resume) == 4 and "names step 2" in resume.notes[0] and "iter_0000004 is used instead" in resume.notes[0]
 
 
-def test_a_pointer_that_names_a_missing_step_leads_to_the_newest_whole_one(tmp_path):
+def test_resume_with_pointer_to_missing_step_uses_newest_complete_checkpoint(tmp_path):
     save_checkpoint(tmp_path, 4)
     for step in ("9", "1"):
         (tmp_path / "checkpoints" / POINTER).write_text(step)
@@ -214,7 +214,7 @@ def test_a_pointer_that_names_a_missing_step_leads_to_the_newest_whole_one(tmp_p
         assert find_step(resume) == 4 and f"names step {step}" in resume.notes[0]
 
 
-def test_a_pointer_without_any_checkpoint_is_an_error_and_not_a_fresh_run(tmp_path):
+def test_resume_with_pointer_but_no_checkpoint_is_rejected(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / POINTER).write_text("4")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
@@ -222,7 +222,7 @@ def test_a_pointer_without_any_checkpoint_is_an_error_and_not_a_fresh_run(tmp_pa
     assert "names step 4, but its checkpoint is missing" in catch_error(make_resume_plan, tmp_path)
 
 
-def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentences(tmp_path):
+def test_resume_with_pointer_folder_or_output_dir_file_raises_config_error(tmp_path):
     save_checkpoint(tmp_path / "out", 4)
     (tmp_path / "out" / "checkpoints" / POINTER).unlink()
     (tmp_path / "out" / "checkpoints" / POINTER).mkdir()
@@ -287,12 +287,12 @@ def test_resume_after_restart_removes_nothing(tmp_path, flags, environ):
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "78"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}])
-def test_a_first_start_of_another_job_still_overwrites(tmp_path, environ):
+def test_overwrite_output_dir_applies_to_first_start_of_another_job(tmp_path, environ):
     save_checkpoint(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none"})
     assert make_resume_plan(tmp_path, "--overwrite_output_dir", "true", environ=environ).wipes
 
 
-def test_a_restart_before_the_first_checkpoint_does_not_continue_the_run_that_was_to_be_replaced(tmp_path):
+def test_resume_after_restart_before_first_checkpoint_ignores_replaced_run(tmp_path):
     save_checkpoint(tmp_path, 4, job={"SLURM_JOB_ID": "77"})
     environ = {"SLURM_JOB_ID": "78", "SLURM_RESTART_COUNT": "1"}
     told = catch_error(make_resume_plan, tmp_path, "--overwrite_output_dir", "true", environ=environ)
@@ -321,7 +321,7 @@ def test_find_checkpoints_without_settings_returns_resume_step(tmp_path):
     assert find_step(find_checkpoints(tmp_path, environ={})) == 4
 
 
-def test_a_template_that_prints_the_date_prints_that_of_the_run_that_is_continued(tmp_path):
+def test_resume_keeps_the_template_date_of_the_run(tmp_path):
     from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from megatron_grpo.run.data.chat import PromptEncoder
     from megatron_grpo.run.inputs import ValidatedInputs, tokenizer

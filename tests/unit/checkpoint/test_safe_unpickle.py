@@ -150,7 +150,7 @@ def test_safe_unpickle_rejects_metadata_with_paths_outside_checkpoint(checkpoint
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
-def test_no_file_of_a_checkpoint_is_a_link_to_one_outside(checkpoint, tmp_path, name):
+def test_safe_unpickle_rejects_links_to_outside_files(checkpoint, tmp_path, name):
     (checkpoint / name).rename(tmp_path / "elsewhere")
     (checkpoint / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UnsafePickleError, match=f"{name} is a link to outside the checkpoint"), without_code_execution(checkpoint):

@@ -113,7 +113,7 @@ def test_token_ids_take_four_bytes_in_the_file_and_eight_in_memory(tmp_path):
     assert read_samples(tmp_path / "file", Row)[0].token_ids.dtype == np.int64
 
 
-def test_pictures_are_not_saved(tmp_path):
+def test_samples_file_omits_images(tmp_path):
     (tmp_path / "file").write_bytes(serialize_samples([make_row(3, images=((0, object()),))]))
     assert read_samples(tmp_path / "file", Row)[0].images == ()
 
@@ -156,7 +156,7 @@ def _raise(sentence):
     raise UnknownFormatError(sentence)
 
 
-def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
+def test_sample_field_of_unsupported_type_raises():
     @dataclass
     class Odd:
         table: dict
@@ -168,6 +168,6 @@ def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
         serialize_samples([make_row(1, experts=np.zeros(1)), make_row(1, experts=np.zeros((1, 1)))])
 
 
-def test_every_field_of_todays_samples_can_be_saved():
+def test_sample_fields_are_all_serializable():
     for kind in (Sample, SampleWithOldLogprobs):
         assert column_types(kind).keys() == {field.name for field in fields(kind)} - set(file_of_samples.NOT_SAVED)

@@ -143,7 +143,7 @@ def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
     assert entry["bytes"] < 4000
 
 
-def test_a_rank_that_writes_nothing_leaves_no_file(tmp_path):
+def test_checkpoint_rank_without_pieces_writes_no_file(tmp_path):
     written = _write([], {}, tmp_path, rank=3)
     assert not list(tmp_path.iterdir()) and (written.files, written.file, written.placed) == ({}, "", [])
 

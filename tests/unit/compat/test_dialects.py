@@ -270,7 +270,7 @@ def test_several_datasets_become_one_native_flag(capsys, tmp_path):
     assert f"--dataset {tmp_path}/a.jsonl {tmp_path}/b.jsonl" in flags and "further_datasets" not in flags
 
 
-def test_a_budget_of_tokens_is_among_the_native_flags(capsys):
+def test_native_flags_include_max_tokens_per_micro_batch(capsys):
     words = "--dialect swift --max_tokens_per_micro_batch 4096 --pad_to_multiple_of 64"
     assert main(["plan", "--json", *words.split()]) == 0
     flags = json.loads(capsys.readouterr().out)["native_flags"]

@@ -65,7 +65,7 @@ def test_flat_and_grouped_files_mean_the_same(tmp_path):
     assert a.optimizer.lr == 1e-5, "PyYAML reads 1e-5 as a string"
 
 
-def test_the_command_line_wins_over_files_and_a_later_file_over_an_earlier_one(tmp_path):
+def test_parse_prefers_command_line_then_later_files(tmp_path):
     first, second = write(tmp_path / "a.yaml", "lr: 1\nseed: 1\ntop_k: 1\n"), write(tmp_path / "b.yaml", "learning_rate: 2\nseed: 2\n")
     cfg = resolve(["--seed", "3", "--config", first, second])
     assert (cfg.optimizer.lr, cfg.run.seed, cfg.rollout.top_k) == (2, 3, 1)
@@ -137,7 +137,7 @@ def test_messages_name_aliases_as_given():
     assert "num_processes" in problem.flags and "world_size" not in problem.message
 
 
-def test_a_nearest_value_of_any_setting_is_one_with_which_everything_passes():
+def test_nearest_values_of_settings_are_valid():
     def nearest(*argv):
         with pytest.raises(ConfigError) as error:
             check(argv)
@@ -219,7 +219,7 @@ def test_print_config_shows_values_and_where_they_come_from(capsys, tmp_path):
     assert "command line" in lines["generation_batch_size"] and "derived" in lines["steps_per_generation"] and "default" in lines["top_p"]
 
 
-def test_a_system_prompt_may_be_a_text_file_and_another_files_name_is_no_text(tmp_path, monkeypatch):
+def test_system_setting_reads_text_file_and_rejects_other_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text("Think first.\n")
     (tmp_path / "prompt.md").write_text("Think first.")

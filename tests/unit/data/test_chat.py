@@ -80,7 +80,7 @@ def test_stop_strings_that_are_special_tokens_become_token_ids_and_mixtures_are_
     assert "Use --stop '<|im_end|>' alone" in problem.message
 
 
-def test_a_template_that_ends_answers_with_a_token_that_ends_nothing_is_noted():
+def test_chat_template_end_token_that_does_not_stop_is_noted():
     tokenizer = make_tokenizer_with_processor("$A", "<|im_end|>")
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} <|im_end|> {% endfor %}"
     tokens, end = SpecialTokens(tokenizer), len(WORDS)

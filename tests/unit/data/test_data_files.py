@@ -121,7 +121,7 @@ def test_a_hub_name_that_cannot_be_reached_is_a_config_error(tmp_path, monkeypat
         read_rows("someone/some-prompts")
 
 
-def test_reading_rows_imports_neither_torch_nor_transformers(tmp_path):
+def test_read_rows_imports_no_torch_and_no_transformers(tmp_path):
     dataset = write_jsonl(tmp_path / "a.jsonl")
     program = (
         "import sys\n"

@@ -70,7 +70,7 @@ def test_load_rows_keeps_json_text_that_is_not_a_chat(tmp_path, text):
 
 
 @pytest.mark.parametrize("columns", [{"answer": "reward_model.ground_truth"}, {"reward_model.ground_truth": "answer"}])
-def test_a_value_inside_a_column_can_be_named_from_either_side(tmp_path, columns):
+def test_columns_setting_selects_nested_value(tmp_path, columns):
     rows = [{"prompt": "a", "reward_model": {"ground_truth": "3"}}, {"prompt": "b", "reward_model": None}]
     name = write(tmp_path / "a.jsonl", format_lines(*rows))
     assert load_dataset_rows(name, columns=columns).columns(0) == {"answer": "3", "reward_model": {"ground_truth": "3"}}
@@ -191,7 +191,7 @@ def test_a_dictionary_of_splits_saved_by_datasets_is_read_by_split(tmp_path):
         load_dataset_rows(str(tmp_path / "dict"), dataset_split="dev")
 
 
-def test_a_saved_data_set_with_missing_or_damaged_files_is_refused_in_a_sentence(tmp_path):
+def test_saved_dataset_with_missing_or_damaged_files_is_rejected(tmp_path):
     pytest.importorskip("datasets")
     without_folder = write(tmp_path / "a" / "dataset_dict.json", '{"splits": ["train"]}')
     damaged = write(tmp_path / "b" / "dataset_dict.json", "nonsense")
@@ -279,7 +279,7 @@ def test_row_tools_system_and_template_kwargs_apply_to_that_row_only(tmp_path, t
         ({"system": 5}, "have a `system` of type int; for chats expected a string"),
     ],
 )
-def test_a_column_that_cannot_be_shown_is_refused(tmp_path, column, sentence):
+def test_row_column_unsupported_by_chat_template_is_rejected(tmp_path, column, sentence):
     with pytest.raises(ConfigError, match=f"1 of 2 rows {sentence}"):
         render_prompts(tmp_path, {"prompt": CHAT}, {"prompt": CHAT, **column})
 

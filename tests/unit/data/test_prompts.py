@@ -75,7 +75,7 @@ def test_permutation_first_element_is_uniform():
     assert all(abs(firsts[row] - 400) < 80 for row in range(5))  # more than four standard deviations
 
 
-def test_without_shuffle_the_order_is_that_of_the_file(ten):
+def test_stream_without_shuffle_has_file_order(ten):
     assert [prompt.row for prompt in make_stream(ten, shuffle=False).take(12)] == [*range(10), 0, 1]
 
 

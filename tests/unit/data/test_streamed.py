@@ -119,7 +119,7 @@ def test_streaming_resumes_hub_dataset_at_every_row(kinds, monkeypatch):
         assert [one[1:] for one in behind] == [one[1:] for one in read[place + 1 :]]
 
 
-def test_a_number_of_rows_and_other_names_of_columns(tmp_path):
+def test_streaming_supports_dataset_sample_and_columns(tmp_path):
     path = write(tmp_path / "a.jsonl")
     found = open_streamed(f"{path}#30", dataset_shuffle=False, columns={"answer": "solution"}).take(40)
     assert [prompt.columns["solution"] for prompt in found] == [*range(23), *range(7), *range(10)]

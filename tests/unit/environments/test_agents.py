@@ -265,7 +265,7 @@ def test_agent_episode_at_a_limit_is_trained(limits, reason):
         assert row.record.turn_rewards[-1] == 1.0
 
 
-def test_contexts_of_an_episode_are_limited():
+def test_agent_contexts_per_episode_are_limited():
     def solve(row, endpoint):
         a = Agent(endpoint, "x")
         for _ in range(3):

@@ -125,7 +125,7 @@ class CounterEnvironment:
         return float(self.count)
 
 
-def test_trls_environments_have_methods_as_tools_and_a_state_of_their_own():
+def test_trl_environment_methods_are_tools_with_own_state():
     kind = adapted(CounterEnvironment)
     assert [tool["function"]["name"] for tool in kind.tools] == ["increment"]
     assert list(kind.tools[0]["function"]["parameters"]["properties"]) == ["step"]
@@ -153,7 +153,7 @@ class GymEnvironment:
         pass
 
 
-def test_megatron_swifts_environments_give_observations_and_a_reward_a_step():
+def test_megatron_swift_environment_returns_observation_and_reward_per_step():
     [one], _ = run_episodes(adapted(GymEnvironment), "a", columns={"env_config": {"left": 2}})
     assert one.finish_reason == "done" and one.record.turn_rewards == (0.5, 0.5)
     assert [message["content"] for message in one.record.messages] == ["be brief", "left: 2", "a", "left: 1", "a"]
@@ -173,7 +173,7 @@ class VerifiersEnvironment:
         return [{"role": "user", "content": f"{state['heard']} of {state['answer']}"}], state
 
 
-def test_verifiers_environments_keep_a_state_an_episode():
+def test_verifiers_environment_has_one_state_per_episode():
     completions, _ = run_episodes(adapted(VerifiersEnvironment), "a", n=2, columns={"answer": "x"}, max_turns=5)
     for one in completions:
         assert one.finish_reason == "done" and [m["content"] for m in one.record.messages[1:]] == ["a", "1 of x", "a", "2 of x", "a"]

@@ -113,7 +113,7 @@ def test_trajectory_keeps_tokens_of_incomplete_characters():
     assert found.starts == (0,) and found.token_ids[found.mask].tolist() == [first, END, second, END]
 
 
-def test_a_turn_that_ends_with_another_mark_than_the_templates_is_a_rewritten_one():
+def test_trajectory_turn_with_other_end_marker_is_rewritten():
     """Else a later rendering would look rewritten, at a turn that is not."""
     template = make_template()
     assert len(make_trajectory(template, "a", "b", ends=PAD).finished().sequence.starts) == 2

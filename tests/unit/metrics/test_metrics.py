@@ -258,7 +258,7 @@ def test_plots_are_drawn_from_logged_metrics(tmp_path):
         assert len(np.unique(colors, axis=0)) > 20, path.name
 
 
-def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):
+def test_missing_matplotlib_gives_one_warning(tmp_path, monkeypatch, caplog):
     import importlib.util
 
     real = importlib.util.find_spec
@@ -379,7 +379,7 @@ def test_rollout_stats_by_hand():
         "sampling/refused_completions": 0})  # fmt: skip
 
 
-def test_completions_are_a_table_with_a_row_each(tmp_path):
+def test_completions_table_has_one_row_per_completion(tmp_path):
     import pyarrow.parquet
 
     told = []
@@ -407,7 +407,7 @@ def test_completions_of_rollouts_with_equal_version_are_separate_files(tmp_path)
     assert [path.name for path in (tmp_path / "completions").iterdir()] == names[:1]
 
 
-def test_a_rollout_of_one_group_is_a_table_too(tmp_path):
+def test_completions_table_of_one_group(tmp_path):
     import pyarrow.parquet
 
     both = make_rollout()

@@ -110,7 +110,7 @@ def count_recomputed_chunks(answer, *arguments):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 6])
-def test_gradients_made_in_the_forward_are_those_of_the_backward_and_a_wrong_slope_changes_none(world_size):
+def test_vocab_logprobs_forward_gradients_equal_backward_for_any_slope(world_size):
     """On 6 shards the last holds no word. What asks for the entropy's gradient too is not to be had in the forward."""
     tensors = make_tensors()
     variants = [
@@ -134,7 +134,7 @@ def test_gradients_made_in_the_forward_are_those_of_the_backward_and_a_wrong_slo
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
-def test_gradients_made_in_the_forward_are_as_good_in_coarser_numbers(dtype, bound):
+def test_vocab_logprobs_forward_gradients_in_low_precision_are_accurate(dtype, bound):
     tensors = make_tensors(dtype)
     again, found = count_recomputed_chunks(compute_on_shard, 0, 1, tensors, False, 5, compute_right_slope)
     assert again == 0 and found[2].dtype == found[3].dtype == dtype
@@ -155,7 +155,7 @@ def test_vocab_logprobs_ignore_shard_of_padding():
     assert by_rank[-1][3].abs().sum() == 0
 
 
-def test_gradcheck_of_both_outputs():
+def test_vocab_logprobs_and_entropy_pass_gradcheck():
     hidden, weight, targets, _ = make_tensors()
     hidden, weight = hidden[:4].requires_grad_(), weight[:10].requires_grad_()
 
@@ -333,7 +333,7 @@ class TestSamplingMask:
                     torch.testing.assert_close(value, wanted, rtol=0, atol=1e-12)
             torch.testing.assert_close(torch.cat([found[3] for found in answers]), right[3], rtol=0, atol=1e-12)
 
-    def test_gradients_made_in_the_forward_are_those_of_the_backward(self):
+    def test_masked_vocab_logprobs_forward_gradients_equal_backward(self):
         tensors, kept = make_tensors(), self.kept()
         again, found = count_recomputed_chunks(partial(compute_on_shard, vocab_mask=kept), 0, 1, tensors, False, 5, compute_right_slope)
         wanted = self.expected((*tensors[:3], torch.stack([tensors[3][0], torch.zeros(POSITIONS)])), kept)
@@ -341,7 +341,7 @@ class TestSamplingMask:
         for value, one in ((found[0], wanted[0]), *zip(found[2:], wanted[2:], strict=True)):
             torch.testing.assert_close(value, one, rtol=0, atol=1e-12)
 
-    def test_gradcheck(self):
+    def test_masked_vocab_logprobs_pass_gradcheck(self):
         hidden, weight, targets, _ = make_tensors()
         kept = vocab.SamplingMaskTensors.from_offsets(
             np.array([0, 3, 3, 4]), np.array([targets[0], 2, 30, targets[2]]), torch.device("cpu")

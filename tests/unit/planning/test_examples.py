@@ -77,7 +77,7 @@ def format_figures(found: dict) -> dict[str, str]:
         ("qwen3_30b_a3b_lora", "Qwen3MoeForCausalLM", "qwen3_30b_a3b_lora", 1),
     ],
 )
-def test_page_says_what_plan_estimates(folder, architecture, page, column, tmp_path, capsys):
+def test_example_page_shows_estimates_of_plan(folder, architecture, page, column, tmp_path, capsys):
     found = plan_example(folder, architecture, tmp_path, capsys)
     assert found["memory"]["fits"] and not [said for said in found["warnings"] if "PEFT" in said or "merged" in said]
     text = (EXAMPLES / page / "README.md").read_text(encoding="utf-8")

@@ -127,7 +127,7 @@ mostly_right = st.fixed_dictionaries(
 
 @settings(max_examples=1500)
 @given(st.one_of(configurations, mostly_right))
-def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
+def test_config_is_valid_exactly_if_naive_rules_hold(values):
     problems, cfg = list_problems(values)
     expected = compute_sizes(values)
     assert (not problems) == (expected is not None), (values, problems)

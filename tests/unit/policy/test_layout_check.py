@@ -51,7 +51,7 @@ def test_layout_without_experts_is_accepted(settings):
     ({PP: 2, FIRST: 4, LAST: 8}, 8, [4]),
     ({PP: 4, FIRST: 2, LAST: 2}, 4, [2]),
 ])  # fmt: skip
-def test_units_of_uniform_recompute_must_divide_a_chunks_layers(layout, size, works):
+def test_recompute_num_layers_must_divide_layers_of_a_chunk(layout, size, works):
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     (problem,) = problems(make_config(**layout, **full, recompute_num_layers=size), DENSE)
     assert problem.nearest["recompute_num_layers"] == works

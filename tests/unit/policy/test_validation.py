@@ -98,7 +98,7 @@ def test_settings_unsupported_by_a_model_family_are_rejected(model, changes, wor
     assert words in problem.message and problems(Config(), shape) == []
 
 
-def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_one_tensor():
+def test_adapters_on_attention_of_fused_expert_models_are_accepted():
     shape, words = ModelShape.from_hf(make_model_config("gpt_oss")), {"tuner_type": "lora", "target_modules": ["q_proj", "o_proj"]}
     assert problems(Config().with_values(words), shape) == []
 

@@ -191,7 +191,7 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_a_secret_is_refused_as_a_setting_and_not_repeated(name, tmp_path):
+def test_secret_as_setting_is_rejected_without_repeating_it(name, tmp_path):
     words = SECRETS[name] if isinstance(SECRETS[name], list) else [SECRETS[name]]
     (tmp_path / "run.yaml").write_text(json.dumps({name: SECRETS[name]}))
     for typed in ([f"--{name}", *words], ["--config", str(tmp_path / "run.yaml")]):

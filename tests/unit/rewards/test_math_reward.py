@@ -47,7 +47,7 @@ def test_math_reward_equal_expressions_score_one(math_reward, text, answer, expe
     assert math_reward(completions=[text], answer=[answer]) == [expected]
 
 
-def test_chats_and_the_column_solution_work_as_in_trl(math_reward):
+def test_math_reward_supports_chats_and_solution_column(math_reward):
     completions = [[{"role": "assistant", "content": "My answer is \\boxed{\\frac{1}{3}}"}]] * 2
     assert math_reward(completions=completions, solution=["\\frac{1}{3}", "\\frac{1}{2}"]) == [1, 0]
 

@@ -91,7 +91,7 @@ def test_reward_text_of_string_and_chat_completions():
     assert read_text("hello") == read_text([{"role": "assistant", "content": "hello"}]) == "hello"
 
 
-def test_functions_load_from_a_file_a_package_and_the_built_in_names(tmp_path):
+def test_reward_functions_load_from_file_package_and_built_in_name(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import helper\n"
         "def plain(completions, **columns): return [helper.VALUE] * len(completions)\n"

@@ -73,7 +73,7 @@ def test_exact_accuracy_compares_character_by_character():
      ("<think>a<think>b</think><answer>c</answer>", 0), ("<answer>b</answer><think>a</think>", 0),
      ("<think>a</think><answer>b</answer><answer>c</answer>", 0), ("<think></think><answer></answer>", 1)],
 )  # fmt: skip
-def test_format_wants_each_tag_once_in_order_and_nothing_else(text, score):
+def test_format_requires_each_tag_once_in_order(text, score):
     assert load_built_in("format")(completions=[text]) == [score]
 
 

@@ -91,7 +91,7 @@ def test_vllm_has_no_step_in_flight_at_weight_sync_or_sleep():
     assert llm.slept == [1]
 
 
-def test_an_engine_with_a_running_request_is_not_stepped_and_refuses_weights():
+def test_vllm_engine_with_running_request_rejects_weights():
     llm = AsynchronousLLM(2)
     llm.is_busy = True
     with pytest.raises(WeightSyncError, match="a request is still running"):
@@ -151,7 +151,7 @@ def test_resumed_run_keeps_its_vllm_model_runner(monkeypatch, recorded, on_gpu, 
     assert os.environ[vllm_patches.RUNNER_VARIABLE] == "0"  # the user's
 
 
-def test_an_engine_is_made_on_the_gpu_that_the_rank_has(monkeypatch):
+def test_vllm_engine_uses_gpu_of_the_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with launcher.on_device(0):  # a launcher that shows each task one GPU
         assert os.environ["LOCAL_RANK"] == "0"
@@ -171,7 +171,7 @@ class Model(torch.nn.Module):
         self.register_buffer("bias", torch.zeros(2))
 
 
-def test_a_push_or_a_sleep_that_loses_a_buffer_is_refused():
+def test_refuse_changed_rejects_lost_buffers():
     model = Model()
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
     before = copy_buffers(worker)

@@ -78,7 +78,7 @@ def test_prompt_stream_and_schedule_drop_the_same_prompts(good, epochs, tmp_path
     assert (inputs.prompts.per_epoch, made.schedule.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
 
 
-def test_records_of_a_run_name_existing_files_by_paths_that_hold_in_every_folder(good, tmp_path, monkeypatch):
+def test_run_settings_have_absolute_paths(good, tmp_path, monkeypatch):
     """Also where the reward changes the folder as it is imported. `export` and `eval --resume` take the settings from these records."""
     home = Path(good["model"]).parent
     (home / "mover.py").write_text("import os\nos.chdir('/')\ndef other(completions): return [0.0] * len(completions)\n")

@@ -184,7 +184,7 @@ ENVIRONMENT, OWN, LONG = dict(turns=TurnsConfig(environment="e.py:E")), dict(rol
         ({}, dict(vllm_max_model_len=200), 31),
     ],
 )
-def test_the_teacher_has_room_for_contexts_that_begin_with_more_than_a_prompt_of_the_data(parts, rollout, wanted):
+def test_teacher_requirements_max_model_len_covers_long_contexts(parts, rollout, wanted):
     """Prompts of 10 tokens, completions of 20, of 40 in evaluations: environments and rollout functions may open with what they like."""
     held_out = EvalConfig(eval_dataset="rows.jsonl", eval_max_completion_length=40)
     cfg = Config(rollout=RolloutConfig(max_completion_length=20, **rollout), eval=held_out, **parts)

@@ -78,7 +78,7 @@ def test_lora_verdict_writes_table_and_plot(tmp_path):
     assert (tmp_path / "plots/one.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_peft_answers_with_the_adapter(tmp_path):
+def test_lora_verdict_peft_generates_with_adapter(tmp_path):
     """Right are the texts that a loop of our own gets from the same adapter; those of the model without it are others."""
     import torch
     from peft import PeftModel

@@ -100,7 +100,7 @@ def test_referee_extra_is_folder_in_checkout_and_version_in_wheel(source, wheel)
     assert list_required_by_extra((source / "megatron_grpo.egg-info/PKG-INFO").read_text()) == [(source / "referee").as_uri()]
 
 
-def test_the_referee_is_a_wheel_of_the_same_version_and_brings_autograd(source, command, tmp_path):
+def test_referee_wheel_has_same_version_and_requires_autograd(source, command, tmp_path):
     project = tomllib.loads((ROOT / "referee/pyproject.toml").read_text())["project"]
     assert project["version"] == megatron_grpo.__version__ and f"megatron-grpo=={project['version']}" in project["dependencies"]
     assert "autograd" in {Requirement(text).name for text in project["dependencies"]} - list_requirements("linux")

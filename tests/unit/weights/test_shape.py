@@ -45,7 +45,7 @@ def test_num_parameters_equals_transformers(name):
     assert num_parameters(shape) == model.num_parameters() + biases_of_experts
 
 
-def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
+def test_num_parameters_active_only_excludes_unused_experts():
     shape = ModelShape.from_hf(make_model_config("mixtral"))  # 4 experts of 3 x 32 x 40 in each of 2 layers, 2 visited
     assert num_parameters(shape) - num_parameters(shape, active_only=True) == 2 * 2 * 3 * 32 * 40
 
