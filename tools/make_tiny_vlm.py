@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = (
-    "How many shapes? Which colour is left? right? Where is red? green? blue? yellow? 1 2 3 4 left right red green blue yellow "
+    "How many shapes? Which color is left? right? Where is red? green? blue? yellow? 1 2 3 4 left right red green blue yellow "
     "user assistant"
 )
 # vLLM's attention on CPUs needs a head_dim that is a multiple of 32; every size is divisible by 2, for TP 2 and PP 2.

@@ -22,7 +22,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), 
 # A tower knows where patches stand to each other, and not where they stand: a shape looks the same left and right. By its frame a model of
 # two layers tells the sides apart within 450 steps of supervised training; without, it answers by chance after as many.
 FRAME = (30, 30, 30)
-KINDS = ("colour", "count", "place")
+KINDS = ("color", "count", "side")
 
 
 def draw(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
@@ -50,8 +50,8 @@ def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]
         shapes = [(left, 0, rng.randrange(2)), (right, 1, rng.randrange(2))]
         side = rng.choice(("left", "right"))
         one, other = (left, right) if side == "left" else (right, left)
-        question, answer, mistaken = f"Which colour is {side}?", one, [side, other]
-        if kind == "place":
+        question, answer, mistaken = f"Which color is {side}?", one, [side, other]
+        if kind == "side":
             question, answer, mistaken = f"Where is {one}?", side, [one, "left" if side == "right" else "right"]
     row = {"messages": [{"role": "user", "content": f"<image>{question}"}], "answer": answer, "mistaken": mistaken, "kind": kind}
     return draw(shapes, rng), row

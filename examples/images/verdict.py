@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 # Held-out accuracy, greedy, of each kind of question. Who guesses among the answers that a question may have is right so often.
-CHANCE = {"colour": 1 / 4, "count": 1 / 3, "place": 1 / 2}
+CHANCE = {"color": 1 / 4, "count": 1 / 3, "side": 1 / 2}
 AT_MOST_BEFORE, AT_LEAST_AFTER = 0.5, 0.85
 MOST_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
 FILES = ("config.yaml", "metrics.jsonl", "completions", "plots/reward.png", "hf/config.json", "hf/preprocessor_config.json")
