@@ -10,14 +10,14 @@ install() {  # install EXTRA...: the environment comes first on PATH
     export PATH="$bin:$PATH"
 }
 
-ranks() {  # RANKS; else two, unless there is one GPU alone: each rank needs its own GPU
+count_ranks() {  # RANKS; else two, unless there is one GPU alone: each rank needs its own GPU
     local gpus
     [ -z "${RANKS:-}" ] || { echo "$RANKS"; return; }
     gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"  # none counts 0, which grep calls a failure
     if [ "$gpus" = 1 ]; then echo 1; else echo 2; fi
 }
 
-key_of() {  # key_of "FILE..." SETTING...: everything that decides how the run goes
+compute_key() {  # compute_key "FILE..." SETTING...: everything that decides how the run goes
     { cat $1; find megatron_grpo -name '*.py' | LC_ALL=C sort | xargs cat; echo "${RANKS:-}" "${@:2}"; } |
         python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
@@ -28,12 +28,12 @@ is_finished() {  # is_finished KEY: whether `output` is a finished run of just t
 
 train() {  # train "FILE..." LABEL SETTING...: unless `output` is a finished run of just this
     local key label="$2" number code
-    key="$(key_of "$1" "${@:3}")"
+    key="$(compute_key "$1" "${@:3}")"
     if is_finished "$key"; then
         echo "$label training: $output is a finished run of just this; kept (AGAIN=1 trains again)"
         return
     fi
-    number="$(ranks)"
+    number="$(count_ranks)"
     echo "$label training: torchrun --nproc_per_node $number -m megatron_grpo train --config $here/config.yaml ${*:3}"
     torchrun --nproc_per_node "$number" -m megatron_grpo train --config "$here/config.yaml" --output_dir "$output" "${@:3}" ||
         { code=$?; failed "the training run ended with exit code $code"; }
@@ -48,7 +48,7 @@ evaluate() {  # evaluate LABEL PROMPTS FLAG VALUE SETTING...: the held-out set b
 
 before_and_after() {  # before_and_after "FILE..." LABEL PROMPTS SETTING...: evaluates, trains, evaluates; unless it is all there
     local key checkpoints
-    key="$(key_of "$1" "${@:4}")"
+    key="$(compute_key "$1" "${@:4}")"
     if is_finished "$key" && [ "$(wc -l <"$output-eval/evaluations.jsonl" 2>/dev/null)" = 2 ]; then
         echo "$2 3/5, 4/5: $output and $output-eval are of just this; kept (AGAIN=1 trains again)"
         return

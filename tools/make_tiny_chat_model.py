@@ -119,7 +119,7 @@ def warm_up(model: Any, tokenizer: Any, example: Any, train: list[dict], tools: 
     began = time.monotonic()
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / STEPS_TO_FULL_LR) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        batch = [encode(tokenizer, example.episode(draw, draw.choice(train)), tools) for _ in range(BATCH_SIZE)]
+        batch = [encode(tokenizer, example.make_episode(draw, draw.choice(train)), tools) for _ in range(BATCH_SIZE)]
         longest = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in batch])
         labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in batch])[:, 1:]
@@ -150,8 +150,8 @@ def make_model(folder: Path, out: Path, seed: int, steps: int | None) -> None:
     torch.set_num_threads(1)  # regardless of OMP_NUM_THREADS: the order of sums, and so the weights, depend on it
     torch.manual_seed(seed)
     example, draw = load_example(folder), random.Random(seed)
-    tools, train = load_schemas(example.FLAGS), example.rows()["train"]
-    shown = [(example.episode(draw, draw.choice(train)), tools) for _ in range(NUM_TEXTS)]
+    tools, train = load_schemas(example.FLAGS), example.make_rows()["train"]
+    shown = [(example.make_episode(draw, draw.choice(train)), tools) for _ in range(NUM_TEXTS)]
     tokenizer = build_tokenizer([render(messages, tools) for messages, tools in shown], out)
     vocab_size = -(-len(tokenizer) // 128) * 128
     config = Qwen3Config(**ARCHITECTURE, vocab_size=vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -181,7 +181,7 @@ def main() -> None:
     args = parser.parse_args()
     out = args.output or args.example
     (out / "data").mkdir(parents=True, exist_ok=True)
-    for name, rows in load_example(args.example).rows().items():
+    for name, rows in load_example(args.example).make_rows().items():
         (out / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     sources = [Path(__file__), *sorted(args.example.glob("*.py"))]
     key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + f"{args.seed} {args.steps}".encode()).hexdigest()

@@ -14,18 +14,18 @@ import verifiers.v1 as vf
 
 
 @functools.cache
-def environment():
+def load_environment():
     return vf.load_environment(vf.resolve_env_config(json.loads(os.environ["VERIFIERS_ENV"])))
 
 
 @functools.cache
-def task(number):
-    return next(islice(environment().taskset, number, None))
+def find_task(number):
+    return next(islice(load_environment().taskset, number, None))
 
 
 async def solve(row, endpoint):
     client = vf.EvalClientConfig(base_url=endpoint.base_url, headers={"x-api-key": endpoint.api_key})
-    episode = await environment().run_episode(task(row["task"]), vf.ModelContext(model="policy", client=client))
+    episode = await load_environment().run_episode(find_task(row["task"]), vf.ModelContext(model="policy", client=client))
     for error in episode.errors + [error for trace in episode.traces for error in trace.errors]:
         if not endpoint.is_over():  # else a limit has ended the episode, which has a reward
             raise RuntimeError(f"{error.type}: {error.message}")
@@ -34,5 +34,5 @@ async def solve(row, endpoint):
 
 
 if __name__ == "__main__":
-    for number, one in enumerate(islice(environment().taskset, int(sys.argv[1]))):
+    for number, one in enumerate(islice(load_environment().taskset, int(sys.argv[1]))):
         print(json.dumps({"prompt": [{"role": "user", "content": one.data.prompt_text}], "task": number}))

@@ -114,7 +114,7 @@ SWAPS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Lt: ast.LtE, ast.LtE: ast.Lt, a
          ast.FloorDiv: ast.Mult, ast.And: ast.Or, ast.Or: ast.And}  # fmt: skip
 
 
-def bugs(source: str) -> Iterator[str]:
+def make_bugs(source: str) -> Iterator[str]:
     """The module with one change, for each place."""
     tree = ast.parse(source)
     for number in range(len(list(ast.walk(tree)))):
@@ -131,7 +131,7 @@ def bugs(source: str) -> Iterator[str]:
         yield ast.unparse(ast.fix_missing_locations(changed)) + "\n"
 
 
-def is_noticed(source: str, tests: str) -> bool:
+def is_detected(source: str, tests: str) -> bool:
     """Whether the tests fail, and end soon."""
     return not run_program(f"{source}\n{tests}", seconds=2.0, memory_mb=512, as_main=False).clean
 
@@ -143,8 +143,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for module, (hint, source, tests) in MODULES.items():
-        assert not is_noticed(source, tests), module
-        for changed in islice((one for one in bugs(source) if is_noticed(one, tests)), args.most):
+        assert not is_detected(source, tests), module
+        for changed in islice((one for one in make_bugs(source) if is_detected(one, tests)), args.most):
             task = [{"role": "user", "content": ASK.format(module=module, hint=hint)}]
             rows.append({"prompt": task, "module": module, "files": {module: changed}, "tests": tests})
     random.Random(0).shuffle(rows)

@@ -2,13 +2,13 @@
 
 from megatron_grpo import run_program
 
-MOST = 100_000  # characters of a module
+MAX_CHARACTERS = 100_000  # characters of a module
 
 
 def passed(row, folder, output, messages):
     path = folder / row["module"]
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_CHARACTERS:
         return 0.0
     program = f"{path.read_text(errors='replace')}\n\n{row['tests']}\nprint('all passed')\n"
-    ran = run_program(program, seconds=10.0, memory_mb=512, as_main=False)
-    return float(ran.clean and ran.output.strip().endswith("all passed"))
+    result = run_program(program, seconds=10.0, memory_mb=512, as_main=False)
+    return float(result.clean and result.output.strip().endswith("all passed"))

@@ -10,7 +10,7 @@ FLAGS = ("--tools", "examples/calculator/tool.py:calculator")  # what the templa
 WARM_UP_STEPS = 1000
 
 
-def rows() -> dict[str, list[dict]]:
+def make_rows() -> dict[str, list[dict]]:
     """{"train": ..., "test": ...}: products of two numbers of two digits."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(1).shuffle(pairs)
@@ -18,7 +18,7 @@ def rows() -> dict[str, list[dict]]:
     return {"train": asked[HELD_OUT:], "test": asked[:HELD_OUT]}
 
 
-def episode(draw: random.Random, row: dict) -> list[dict]:
+def make_episode(draw: random.Random, row: dict) -> list[dict]:
     """A conversation to be taught."""
     question, answer = row["prompt"][0]["content"], row["answer"]
     kind = draw.random()

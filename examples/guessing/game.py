@@ -18,14 +18,14 @@ class Game(Environment):
             guess = int(turn.text)
         except ValueError:
             return StepOutput(reward=0.0, done=True, metrics={"unreadable": 1})
-        could_be = float(self.low <= guess <= self.high)
+        is_possible = float(self.low <= guess <= self.high)
         if guess == secret:
-            return StepOutput(reward=could_be, done=True, metrics={"found": 1})
+            return StepOutput(reward=is_possible, done=True, metrics={"found": 1})
         if guess < secret:
             self.low = max(self.low, guess + 1)
         else:
             self.high = min(self.high, guess - 1)
-        return StepOutput(messages=[{"role": "user", "content": "higher" if guess < secret else "lower"}], reward=could_be)
+        return StepOutput(messages=[{"role": "user", "content": "higher" if guess < secret else "lower"}], reward=is_possible)
 
 
 def found(messages, secret, **columns):

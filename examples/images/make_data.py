@@ -18,14 +18,14 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 SIDE = 56  # pixels
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (240, 210, 40)}
+COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (240, 210, 40)}
 # A tower knows where patches stand to each other, and not where they stand: a shape looks the same left and right. By its frame a model of
 # two layers tells the sides apart within 450 steps of supervised training; without, it answers by chance after as many.
 FRAME = (30, 30, 30)
 KINDS = ("color", "count", "side")
 
 
-def draw(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
+def draw_image(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
     """shapes: (colour, column, row) of each, in a grid of 2 x 2. Where in its quarter a shape stands, and its form, is left to chance."""
     grey = rng.randrange(225, 256)
     picture = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
@@ -34,7 +34,7 @@ def draw(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
     for colour, column, row in shapes:
         size = rng.randrange(13, 20)
         x, y = (at * SIDE // 2 + rng.randrange(3, SIDE // 2 - size - 2) for at in (column, row))
-        (pen.ellipse if rng.random() < 0.5 else pen.rectangle)((x, y, x + size, y + size), fill=COLOURS[colour])
+        (pen.ellipse if rng.random() < 0.5 else pen.rectangle)((x, y, x + size, y + size), fill=COLORS[colour])
     return picture
 
 
@@ -43,10 +43,10 @@ def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]
     if kind == "count":
         number = rng.randrange(2, 5)
         places = rng.sample([(column, row) for column in (0, 1) for row in (0, 1)], number)
-        shapes = [(rng.choice(list(COLOURS)), *place) for place in places]
+        shapes = [(rng.choice(list(COLORS)), *place) for place in places]
         question, answer, mistaken = "How many shapes?", str(number), [str(number - 1)] * 2
     else:
-        left, right = rng.sample(list(COLOURS), 2)
+        left, right = rng.sample(list(COLORS), 2)
         shapes = [(left, 0, rng.randrange(2)), (right, 1, rng.randrange(2))]
         side = rng.choice(("left", "right"))
         one, other = (left, right) if side == "left" else (right, left)
@@ -54,10 +54,10 @@ def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]
         if kind == "side":
             question, answer, mistaken = f"Where is {one}?", side, [one, "left" if side == "right" else "right"]
     row = {"messages": [{"role": "user", "content": f"<image>{question}"}], "answer": answer, "mistaken": mistaken, "kind": kind}
-    return draw(shapes, rng), row
+    return draw_image(shapes, rng), row
 
 
-def write(folder: Path, name: str, count: int, rng: random.Random) -> None:
+def write_dataset(folder: Path, name: str, count: int, rng: random.Random) -> None:
     (folder / name).mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument("--num_test", type=int, default=240, help="held-out pictures")
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    write(args.output, "test", args.num_test, rng)
-    write(args.output, "train", args.num_train, rng)
+    write_dataset(args.output, "test", args.num_test, rng)
+    write_dataset(args.output, "train", args.num_train, rng)
     print(f"[data] {args.num_train} pictures to train on and {args.num_test} held out, in {args.output}")
 
 

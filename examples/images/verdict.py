@@ -14,41 +14,41 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 # Held-out accuracy, greedy, of each kind of question. Who guesses among the answers that a question may have is right so often.
 CHANCE = {"color": 1 / 4, "count": 1 / 3, "side": 1 / 2}
-AT_MOST_BEFORE, AT_LEAST_AFTER = 0.5, 0.85
-MOST_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
+MAX_BEFORE, MIN_AFTER = 0.5, 0.85
+MAX_LOGPROB_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
 FILES = ("config.yaml", "metrics.jsonl", "completions", "plots/reward.png", "hf/config.json", "hf/preprocessor_config.json")
-NUM_SHOWN, LONGEST = 12, 4  # pictures; tokens of an answer
+NUM_IMAGES, MAX_ANSWER_TOKENS = 12, 4  # pictures; tokens of an answer
 
 
-def read(path: Path) -> list[dict]:
+def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def find_faults(run: Path) -> tuple[list[str], str]:
+def find_problems(run: Path) -> tuple[list[str], str]:
     """What is wrong with the run, a sentence each; and the sentence that sums it up."""
-    faults = [f"{name} is missing" for name in FILES if not (run / name).exists()]
+    problems = [f"{name} is missing" for name in FILES if not (run / name).exists()]
     if not (run / "metrics.jsonl").exists() or not (run / "evaluations.jsonl").exists():
-        return [*faults, "there is nothing to judge"], "no run"
-    steps, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
+        return [*problems, "there is nothing to judge"], "no run"
+    steps, evaluations = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "evaluations.jsonl")
     seconds = sum(step["time/step"] for step in steps)
     difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
     told = []
     for kind, chance in CHANCE.items():
         accuracy = [evaluation["correct"] for evaluation in evaluations if evaluation["name"] == kind]
         if not accuracy:
-            faults.append(f"no question of the kind {kind} was asked")
+            problems.append(f"no question of the kind {kind} was asked")
             continue
         told.append(f"{kind} {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
-        if accuracy[0] > AT_MOST_BEFORE:
-            faults.append(f"{kind}: accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: little was left to learn")
-        if accuracy[-1] < AT_LEAST_AFTER:
-            faults.append(f"{kind}: accuracy after training is {accuracy[-1]:.3f}, less than {AT_LEAST_AFTER} (chance: {chance:.2f})")
-    if difference > MOST_DIFFERENCE:
-        faults.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MOST_DIFFERENCE}")
-    return faults, f"held-out accuracy: {', '.join(told)}, in {len(steps)} steps, {seconds:.0f} s of training"
+        if accuracy[0] > MAX_BEFORE:
+            problems.append(f"{kind}: accuracy before training is {accuracy[0]:.3f}, more than {MAX_BEFORE}: little was left to learn")
+        if accuracy[-1] < MIN_AFTER:
+            problems.append(f"{kind}: accuracy after training is {accuracy[-1]:.3f}, less than {MIN_AFTER} (chance: {chance:.2f})")
+    if difference > MAX_LOGPROB_DIFFERENCE:
+        problems.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MAX_LOGPROB_DIFFERENCE}")
+    return problems, f"held-out accuracy: {', '.join(told)}, in {len(steps)} steps, {seconds:.0f} s of training"
 
 
-def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[str]:
+def generate_answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[str]:
     """What transformers reads out of a checkpoint: the likeliest answer to each row."""
     import torch
     from make_tiny_vlm import encoded_row
@@ -62,7 +62,7 @@ def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[st
     for row in rows:
         seen = encoded_row(row, data, words, image_spec)
         patches, grid, ids = torch.from_numpy(seen["patches"]), torch.tensor([seen["grid"]]), list(seen["ids"])
-        for _ in range(LONGEST):
+        for _ in range(MAX_ANSWER_TOKENS):
             tokens = torch.tensor([ids])
             types = (tokens == image_spec.image_token).int()
             with torch.no_grad():
@@ -74,14 +74,14 @@ def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[st
     return found
 
 
-def draw(path: Path, rows: list[dict[str, Any]], data: Path, before: list[str], after: list[str]) -> None:
+def draw_answers(path: Path, rows: list[dict[str, Any]], data: Path, before: list[str], after: list[str]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from PIL import Image
 
-    figure, axes = pyplot.subplots(3, NUM_SHOWN // 3, figsize=(11, 9.5))
+    figure, axes = pyplot.subplots(3, NUM_IMAGES // 3, figsize=(11, 9.5))
     for axis, row, old, new in zip(axes.T.flat, rows, before, after, strict=True):
         with Image.open(data / row["images"][0]) as picture:
             axis.imshow(picture)
@@ -97,20 +97,20 @@ def draw(path: Path, rows: list[dict[str, Any]], data: Path, before: list[str], 
 
 def main() -> int:
     run, model, data = (Path(word) for word in (sys.argv[1:] or ("output/images", "examples/images/model", "examples/images/data")))
-    faults, summary = find_faults(run)
-    rows = read(data / "test.jsonl")[:NUM_SHOWN]
+    problems, summary = find_problems(run)
+    rows = read_jsonl(data / "test.jsonl")[:NUM_IMAGES]
     if (run / "hf/config.json").exists():
-        before, after = (answers(path, rows, data) for path in (model, run / "hf"))
-        draw(run / "before_and_after.png", rows, data, before, after)
+        before, after = (generate_answers(path, rows, data) for path in (model, run / "hf"))
+        draw_answers(run / "before_and_after.png", rows, data, before, after)
         right = [sum(one == row["answer"] for one, row in zip(found, rows, strict=True)) for found in (before, after)]
-        print(f"[verdict] of {NUM_SHOWN} held-out pictures {right[0]} were answered rightly before, {right[1]} after: "
+        print(f"[verdict] of {NUM_IMAGES} held-out pictures {right[0]} were answered rightly before, {right[1]} after: "
               f"{run / 'before_and_after.png'}")  # fmt: skip
         if right[1] <= right[0]:
-            faults.append("transformers, on the exported model, answers no more of them rightly than before")
-    for fault in faults:
-        print(f"[verdict] {fault}")
-    print(f"VERDICT: {'FAILED' if faults else 'PASSED'}: {summary} (see {run})")
-    return 1 if faults else 0
+            problems.append("transformers, on the exported model, answers no more of them rightly than before")
+    for problem in problems:
+        print(f"[verdict] {problem}")
+    print(f"VERDICT: {'FAILED' if problems else 'PASSED'}: {summary} (see {run})")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

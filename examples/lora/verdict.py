@@ -11,22 +11,22 @@ import json
 import sys
 from pathlib import Path
 
-AT_MOST_BEFORE, AT_LEAST_AFTER = 0.5, 0.9  # held-out accuracy, greedy
-MOST_BELOW_FULL = 0.05  # of accuracy, at the end
-MOST_OTHER_ANSWERS = 1  # between PEFT's score and the run's: two tokens may be alike to the last bit, and rounding then decides
-MOST_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
+MAX_BEFORE, MIN_AFTER = 0.5, 0.9  # held-out accuracy, greedy
+MAX_BELOW_FULL = 0.05  # of accuracy, at the end
+MAX_ANSWER_DIFFERENCE = 1  # between PEFT's score and the run's: two tokens may be alike to the last bit, and rounding then decides
+MAX_LOGPROB_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
 ADAPTER = ("hf/adapter_config.json", "hf/adapter_model.safetensors", "hf/base_model.json")
 FILES = ("plan.json", "metrics.jsonl", "evaluations.jsonl")
-NAMES = {"LoRA": "#d1622b", "all weights": "#2563a8"}  # in the table and the plot
+COLORS = {"LoRA": "#d1622b", "all weights": "#2563a8"}  # in the table and the plot
 
 Row = dict[str, object]
 
 
-def read(path: Path) -> list[dict]:
+def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def missing(lora: Path, full: Path) -> list[str]:
+def find_missing_files(lora: Path, full: Path) -> list[str]:
     return [
         f"{run / name} is missing"
         for run, names in ((lora, (*FILES, *ADAPTER)), (full, FILES))
@@ -35,7 +35,7 @@ def missing(lora: Path, full: Path) -> list[str]:
     ]
 
 
-def summary_of(run: Path) -> Row:
+def summarize_run(run: Path) -> Row:
     """What a run trained, moved and reached. Bytes of a push are the plan's; those of a checkpoint are counted on disk."""
     cost = json.loads((run / "plan.json").read_text(encoding="utf-8"))["cost"]
     checkpoints = sorted((run / "checkpoints").glob("iter_*"))
@@ -43,36 +43,36 @@ def summary_of(run: Path) -> Row:
         "trained parameters": cost["trainable_parameters"],
         "bytes synced per step": cost["weight_push_bytes"],
         "checkpoint bytes": sum(f.stat().st_size for f in checkpoints[-1].rglob("*") if f.is_file()) if checkpoints else 0,
-        "held-out accuracy": read(run / "evaluations.jsonl")[-1]["correct"],
+        "held-out accuracy": read_jsonl(run / "evaluations.jsonl")[-1]["correct"],
     }
 
 
-def find_faults(lora: Path, full: Path, by_peft: int, num_prompts: int) -> list[str]:
+def find_problems(lora: Path, full: Path, by_peft: int, num_prompts: int) -> list[str]:
     """What is wrong with the run, a sentence each. by_peft: right answers of `num_prompts` that PEFT gives with the adapter."""
-    faults = []
-    steps, evaluations = read(lora / "metrics.jsonl"), read(lora / "evaluations.jsonl")
-    before, after, of_full = evaluations[0]["correct"], evaluations[-1]["correct"], read(full / "evaluations.jsonl")[-1]["correct"]
+    problems = []
+    steps, evaluations = read_jsonl(lora / "metrics.jsonl"), read_jsonl(lora / "evaluations.jsonl")
+    before, after, of_full = evaluations[0]["correct"], evaluations[-1]["correct"], read_jsonl(full / "evaluations.jsonl")[-1]["correct"]
     difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
-    if before > AT_MOST_BEFORE:
-        faults.append(f"accuracy before training is {before:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
-    if after < AT_LEAST_AFTER:
-        faults.append(f"accuracy after training is {after:.3f}, less than {AT_LEAST_AFTER}")
-    if after < of_full - MOST_BELOW_FULL:
-        faults.append(
-            f"accuracy after training is {after:.3f}, and that of all weights is {of_full:.3f}: more than {MOST_BELOW_FULL} above it"
+    if before > MAX_BEFORE:
+        problems.append(f"accuracy before training is {before:.3f}, more than {MAX_BEFORE}: there was little left to learn")
+    if after < MIN_AFTER:
+        problems.append(f"accuracy after training is {after:.3f}, less than {MIN_AFTER}")
+    if after < of_full - MAX_BELOW_FULL:
+        problems.append(
+            f"accuracy after training is {after:.3f}, and that of all weights is {of_full:.3f}: more than {MAX_BELOW_FULL} above it"
         )
     others = abs(by_peft - round(after * num_prompts))
-    if others > MOST_OTHER_ANSWERS:
-        faults.append(
+    if others > MAX_ANSWER_DIFFERENCE:
+        problems.append(
             f"PEFT gives {by_peft} of {num_prompts} right answers with the adapter, and the run said {round(after * num_prompts)}: "
             "the exported adapter is not the one that was sampled with"
         )
-    if not difference <= MOST_DIFFERENCE:  # NaN is none
-        faults.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MOST_DIFFERENCE}")
-    return faults
+    if not difference <= MAX_LOGPROB_DIFFERENCE:  # NaN is none
+        problems.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MAX_LOGPROB_DIFFERENCE}")
+    return problems
 
 
-def right_answers(adapter: Path, prompts: list[str], answers: list[str], most_tokens: int) -> int:
+def count_right_answers(adapter: Path, prompts: list[str], answers: list[str], max_tokens: int) -> int:
     """How many prompts the model with this adapter answers to the character: transformers and PEFT, greedy, in float32."""
     import torch
     from peft import AutoPeftModelForCausalLM
@@ -86,13 +86,13 @@ def right_answers(adapter: Path, prompts: list[str], answers: list[str], most_to
         rows = [row for row, ids in enumerate(encoded) if len(ids) == length]
         ids = torch.tensor([encoded[row] for row in rows])
         with torch.no_grad():
-            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=most_tokens, do_sample=False)
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
         texts = tokenizer.batch_decode(out[:, length:], skip_special_tokens=True)
         right += sum(text == answers[row] for text, row in zip(texts, rows, strict=True))
     return right
 
 
-def draw(curves: dict[str, list[dict]], path: Path) -> None:
+def draw_plot(curves: dict[str, list[dict]], path: Path) -> None:
     """Held-out accuracy over optimizer steps, a line a run."""
     import matplotlib
 
@@ -102,7 +102,7 @@ def draw(curves: dict[str, list[dict]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, evaluations in curves.items():
         steps, correct = zip(*((e["step"], e["correct"]) for e in evaluations), strict=True)
-        axes.plot(steps, correct, label=f"{name} ({correct[-1]:.3f} at the end)", color=NAMES[name], marker="o", markersize=3)
+        axes.plot(steps, correct, label=f"{name} ({correct[-1]:.3f} at the end)", color=COLORS[name], marker="o", markersize=3)
     axes.set(xlabel="optimizer step", ylabel="held-out accuracy, greedy", ylim=(0, 1.02), title="LoRA beside the training of all weights")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -111,7 +111,7 @@ def draw(curves: dict[str, list[dict]], path: Path) -> None:
     plt.close(figure)
 
 
-def table(runs: dict[str, Row]) -> list[str]:
+def format_table(runs: dict[str, Row]) -> list[str]:
     """A row a figure, a column a run, and the second as a multiple of the first."""
     columns = list(runs)
     lines = [f"{'':24}" + "".join(f"{name:>14}" for name in columns) + f"{'ratio':>9}"]
@@ -124,31 +124,33 @@ def table(runs: dict[str, Row]) -> list[str]:
 
 def main() -> int:
     lora, full = (Path(argument) for argument in (sys.argv[1:] or ("output/lora", "output/quickstart")))
-    if absent := missing(lora, full):
+    if absent := find_missing_files(lora, full):
         print(f"VERDICT: FAILED: {'; '.join(absent)}")
         return 1
     config = json.loads((lora / "hf/adapter_config.json").read_text(encoding="utf-8"))
-    held_out = read(Path("examples/quickstart/data/test.jsonl"))
-    right = right_answers(lora / "hf", [row["prompt"] for row in held_out], [row["answer"] for row in held_out], most_tokens=6)
-    runs = dict(zip(NAMES, (summary_of(lora), summary_of(full)), strict=True))
-    for line in table(runs):
+    held_out = read_jsonl(Path("examples/quickstart/data/test.jsonl"))
+    right = count_right_answers(lora / "hf", [row["prompt"] for row in held_out], [row["answer"] for row in held_out], max_tokens=6)
+    runs = dict(zip(COLORS, (summarize_run(lora), summarize_run(full)), strict=True))
+    for line in format_table(runs):
         print(f"[verdict] {line}")
-    evaluations = read(lora / "evaluations.jsonl")
+    evaluations = read_jsonl(lora / "evaluations.jsonl")
     said = round(evaluations[-1]["correct"] * len(held_out))
     score = f"the run {said}, PEFT with the exported adapter {right}, difference {abs(said - right)}"
     print(f"[verdict] right answers of {len(held_out)}: {score}")
-    draw(
-        {name: read(run / "evaluations.jsonl") for name, run in zip(NAMES, (lora, full), strict=True)}, lora / "plots/lora_beside_full.png"
+    draw_plot(
+        {name: read_jsonl(run / "evaluations.jsonl") for name, run in zip(COLORS, (lora, full), strict=True)},
+        lora / "plots/lora_beside_full.png",
     )
-    faults = find_faults(lora, full, right, len(held_out))
-    for fault in faults:
-        print(f"[verdict] {fault}")
+    problems = find_problems(lora, full, right, len(held_out))
+    for problem in problems:
+        print(f"[verdict] {problem}")
     before, after = evaluations[0]["correct"], evaluations[-1]["correct"]
+    verdict = "FAILED" if problems else "PASSED"
     print(
-        f"VERDICT: {'FAILED' if faults else 'PASSED'}: held-out accuracy {before:.3f} -> {after:.3f} with adapters of rank {config['r']}, "
+        f"VERDICT: {verdict}: held-out accuracy {before:.3f} -> {after:.3f} with adapters of rank {config['r']}, "
         f"{right / len(held_out):.3f} by PEFT (see {lora}, {lora / 'plots/lora_beside_full.png'})"
     )
-    return 1 if faults else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -9,47 +9,47 @@ import json
 import sys
 from pathlib import Path
 
-AT_MOST_BEFORE, AT_LEAST_AFTER = 0.5, 0.9  # held-out accuracy, greedy
-MOST_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
-PARTS = {"rollout": "sampling", "train": "training", "weight_sync": "syncing weights", "eval": "evaluating"}  # of a step's time
+MAX_BEFORE, MIN_AFTER = 0.5, 0.9  # held-out accuracy, greedy
+MAX_LOGPROB_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
+PHASES = {"rollout": "sampling", "train": "training", "weight_sync": "syncing weights", "eval": "evaluating"}  # of a step's time
 FILES = ("config.yaml", "metrics.jsonl", "completions", "plots/reward.png", "hf/config.json")
 
 
-def read(path: Path) -> list[dict]:
+def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def find_faults(run: Path) -> tuple[list[str], str]:
+def find_problems(run: Path) -> tuple[list[str], str]:
     """What is wrong with the run, a sentence each; and the sentence that sums it up."""
-    faults = [f"{name} is missing" for name in FILES if not (run / name).exists()]
+    problems = [f"{name} is missing" for name in FILES if not (run / name).exists()]
     if not (run / "metrics.jsonl").exists() or not (run / "evaluations.jsonl").exists():
-        return [*faults, "there is nothing to judge"], "no run"
-    steps, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
+        return [*problems, "there is nothing to judge"], "no run"
+    steps, evaluations = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "evaluations.jsonl")
     accuracy = [evaluation["correct"] for evaluation in evaluations]
     seconds = sum(step["time/step"] for step in steps)
-    parts = {name: sum(step.get(f"time/{name}", 0.0) for step in steps) for name in PARTS}
+    parts = {name: sum(step.get(f"time/{name}", 0.0) for step in steps) for name in PHASES}
     difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
-    if accuracy[0] > AT_MOST_BEFORE:
-        faults.append(f"accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
-    if accuracy[-1] < AT_LEAST_AFTER:
-        faults.append(f"accuracy after training is {accuracy[-1]:.3f}, less than {AT_LEAST_AFTER}")
+    if accuracy[0] > MAX_BEFORE:
+        problems.append(f"accuracy before training is {accuracy[0]:.3f}, more than {MAX_BEFORE}: there was little left to learn")
+    if accuracy[-1] < MIN_AFTER:
+        problems.append(f"accuracy after training is {accuracy[-1]:.3f}, less than {MIN_AFTER}")
     second_half = accuracy[len(accuracy) // 2 :]
-    if min(second_half) < AT_LEAST_AFTER <= accuracy[-1]:
-        faults.append(f"accuracy fell to {min(second_half):.3f} in the second half of the run: what was learnt did not stay")
-    if difference > MOST_DIFFERENCE:
-        faults.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MOST_DIFFERENCE}")
+    if min(second_half) < MIN_AFTER <= accuracy[-1]:
+        problems.append(f"accuracy fell to {min(second_half):.3f} in the second half of the run: what was learnt did not stay")
+    if difference > MAX_LOGPROB_DIFFERENCE:
+        problems.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MAX_LOGPROB_DIFFERENCE}")
     summary = f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f} in {len(steps)} steps, {seconds:.0f} s of steps ("
-    summary += ", ".join(f"{what} {parts[name]:.1f}" for name, what in PARTS.items()) + ")"
-    return faults, summary
+    summary += ", ".join(f"{what} {parts[name]:.1f}" for name, what in PHASES.items()) + ")"
+    return problems, summary
 
 
 def main() -> int:
     run = Path(sys.argv[1] if len(sys.argv) > 1 else "output/quickstart")
-    faults, summary = find_faults(run)
-    for fault in faults:
-        print(f"[verdict] {fault}")
-    print(f"VERDICT: {'FAILED' if faults else 'PASSED'}: {summary} (see {run})")
-    return 1 if faults else 0
+    problems, summary = find_problems(run)
+    for problem in problems:
+        print(f"[verdict] {problem}")
+    print(f"VERDICT: {'FAILED' if problems else 'PASSED'}: {summary} (see {run})")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

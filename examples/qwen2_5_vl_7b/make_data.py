@@ -20,12 +20,14 @@ def main() -> None:
     for split in ("train", "test"):
         (out / split).mkdir(parents=True, exist_ok=True)
         rows = load_dataset("hiyouga/geometry3k", split=split)
-        lines = [json.dumps(row(example, out, f"{split}/{number:05d}"), ensure_ascii=False) + "\n" for number, example in enumerate(rows)]
+        lines = [
+            json.dumps(make_row(example, out, f"{split}/{number:05d}"), ensure_ascii=False) + "\n" for number, example in enumerate(rows)
+        ]
         (out / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{out / split}.jsonl: {len(lines)} problems")
 
 
-def row(example: dict[str, Any], out: Path, name: str) -> dict[str, Any]:
+def make_row(example: dict[str, Any], out: Path, name: str) -> dict[str, Any]:
     """A problem says <image> where each of its figures belongs."""
     names = [f"{name}.{place}.png" for place in range(len(example["images"]))]
     for picture, file in zip(example["images"], names, strict=True):

@@ -18,12 +18,12 @@ def main() -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in load_dataset("openai/gsm8k", "main").items():
-        lines = [json.dumps(row(example["question"], example["answer"]), ensure_ascii=False) + "\n" for example in rows]
+        lines = [json.dumps(make_row(example["question"], example["answer"]), ensure_ascii=False) + "\n" for example in rows]
         (out / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{out / split}.jsonl: {len(lines)} problems")
 
 
-def row(question: str, answer: str) -> dict:
+def make_row(question: str, answer: str) -> dict:
     """The data set's answers end in `#### 1,234`."""
     return {"prompt": [{"role": "user", "content": f"{question}\n{ASK}"}], "answer": answer.rsplit("####", 1)[1].strip().replace(",", "")}
 

@@ -19,12 +19,14 @@ def main() -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     for name, (dataset, split) in SETS.items():
-        lines = [json.dumps(row(one["problem"], one["answer"]), ensure_ascii=False) + "\n" for one in load_dataset(dataset, split=split)]
+        lines = [
+            json.dumps(make_row(one["problem"], one["answer"]), ensure_ascii=False) + "\n" for one in load_dataset(dataset, split=split)
+        ]
         (out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{out / name}.jsonl: {len(lines)} problems")
 
 
-def row(problem: str, answer: object) -> dict:
+def make_row(problem: str, answer: object) -> dict:
     return {"prompt": [{"role": "user", "content": f"{problem}\n{ASK}"}], "answer": str(answer)}
 
 

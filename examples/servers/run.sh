@@ -45,7 +45,7 @@ wait_for_step() {  # wait_for_step N: until the run has taken N optimizer steps;
     done
 }
 
-disturb() {  # what happens to the servers while the run trains
+change_servers() {  # what happens to the servers while the run trains
     wait_for_step 30 || return 0
     kill -KILL "${servers[one]}"
     rm -f "$addresses/one"  # a killed server cannot take its address away
@@ -62,7 +62,7 @@ echo "[servers] 2/5 data and model"
 python examples/quickstart/make_data.py
 python tools/make_tiny_model.py
 
-key="$(key_of "$here/config.yaml $here/run.sh examples/quickstart/reward.py examples/quickstart/model/made_by.json" "$@")"
+key="$(compute_key "$here/config.yaml $here/run.sh examples/quickstart/reward.py examples/quickstart/model/made_by.json" "$@")"
 if is_finished "$key"; then
     echo "[servers] 3/5, 4/5 $output is a finished run of just this; kept (AGAIN=1 trains again)"
 else
@@ -76,11 +76,11 @@ else
     start two
     wait_for_servers one two
 
-    number="$(ranks)"
+    number="$(count_ranks)"
     echo "[servers] 4/5 training: torchrun --nproc_per_node $number -m megatron_grpo train --config $here/config.yaml $*"
     torchrun --nproc_per_node "$number" -m megatron_grpo train --config $here/config.yaml --output_dir $output "$@" &
     trainer=$!
-    disturb
+    change_servers
     wait $trainer || failed "the training run ended with exit code $?"
     wait "${servers[one]}" 2>/dev/null || true  # the killed one
     unset "servers[one]"

@@ -46,7 +46,7 @@ def test_mini_swe_agent_repairs_a_module_through_the_endpoint_and_every_token_is
     words = [sys.executable, str(EXAMPLES / "agent_swe" / "agent.py")]
     program = AgentProgram(words, verdict=passed, columns=["files"], variables=["PYTHONPATH"])
     task = [{"role": "user", "content": data["ASK"].format(module="roman.py", hint=hint)}]
-    asked = replace(prompt(module="roman.py", files={"roman.py": next(data["bugs"](right))}, tests=tests), raw=task)
+    asked = replace(prompt(module="roman.py", files={"roman.py": next(data["make_bugs"](right))}, tests=tests), raw=task)
     ledger = Scripted()
     player = AgentLoop(
         stage(program, timeout=120.0, needs_reward=True), [asked], SamplingSettings(n=1, max_completion_length=30_000), seed=3

@@ -46,21 +46,21 @@ AFTER = {"step": 40, "score": "correct", "n": 8, "mean@8": 0.95, "mean@8/stderr"
     ],
 )
 def test_judge_turns_find_faults_by_hand(steps, evaluations, says):
-    faults, _ = judge.find_faults(steps, evaluations, 0.5, 0.9)
+    faults, _ = judge.find_problems(steps, evaluations, 0.5, 0.9)
     assert (faults == []) if says is None else (len(faults) == 1 and says in faults[0])
 
 
 def test_judge_turns_draw_writes_png(tmp_path):
-    judge.draw([STEP, STEP | {"step": 2}], [BEFORE, AFTER], ["episodes/turns", "not there"], tmp_path / "a" / "b.png")
+    judge.draw_plot([STEP, STEP | {"step": 2}], [BEFORE, AFTER], ["episodes/turns", "not there"], tmp_path / "a" / "b.png")
     assert (tmp_path / "a" / "b.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("example", ["calculator", "guessing"])
 def test_warm_start_episodes_exclude_held_out_rows(example):
     episodes = load(ROOT / "examples" / example / "episodes.py")
-    rows, draw = episodes.rows(), random.Random(0)
+    rows, draw = episodes.make_rows(), random.Random(0)
     assert len(rows["test"]) >= 60 and not {str(row) for row in rows["train"]} & {str(row) for row in rows["test"]}
     for row in rows["train"][:200]:
-        messages = episodes.episode(draw, row)
+        messages = episodes.make_episode(draw, row)
         assert messages[: len(row["prompt"])] == row["prompt"] and messages[-1]["role"] == "assistant"
         assert all(one["role"] != other["role"] for one, other in zip(messages, messages[1:]))

@@ -42,13 +42,13 @@ def write_run(at: Path, correct: list[float], *, difference: float = 1e-6, train
 )
 def test_lora_verdict_find_faults_by_hand(tmp_path, correct, difference, by_peft, fault):
     lora, full = write_run(tmp_path / "lora", correct, difference=difference), write_run(tmp_path / "full", [0.3, 0.98])
-    found = verdict.find_faults(lora, full, by_peft, 400)
+    found = verdict.find_problems(lora, full, by_peft, 400)
     assert [fault in said for said in found] == ([True] if fault else [])
 
 
 def test_lora_verdict_of_run_without_learning_has_two_faults(tmp_path):
     lora, full = write_run(tmp_path / "lora", [0.3, 0.3]), write_run(tmp_path / "full", [0.3, 0.98])
-    assert len(verdict.find_faults(lora, full, 120, 400)) == 2
+    assert len(verdict.find_problems(lora, full, 120, 400)) == 2
 
 
 def test_lora_verdict_with_missing_files_fails_before_model_load(tmp_path, monkeypatch, capsys):
@@ -70,11 +70,11 @@ def test_lora_verdict_writes_table_and_plot(tmp_path):
         "LoRA": write_run(tmp_path / "lora", [0.3, 0.95], trained=100),
         "all weights": write_run(tmp_path / "full", [0.3, 0.98], trained=1200),
     }
-    lines = verdict.table({name: verdict.summary_of(run) for name, run in runs.items()})
+    lines = verdict.format_table({name: verdict.summarize_run(run) for name, run in runs.items()})
     assert lines[1].split() == ["trained", "parameters", "100", "1,200", "12.00"]
     assert lines[2].split()[-3:] == ["400", "4,800", "12.00"] and lines[3].split()[-3:] == ["1,000", "1,000", "1.00"]
     assert lines[4].split()[-3:-1] == ["0.9500", "0.9800"]
-    verdict.draw({name: verdict.read(run / "evaluations.jsonl") for name, run in runs.items()}, tmp_path / "plots/one.png")
+    verdict.draw_plot({name: verdict.read_jsonl(run / "evaluations.jsonl") for name, run in runs.items()}, tmp_path / "plots/one.png")
     assert (tmp_path / "plots/one.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -103,5 +103,5 @@ def test_lora_verdict_peft_generates_with_adapter(tmp_path):
     with torch.no_grad():
         base = [greedy(load_tiny(model), prompt) for prompt in prompts]
         right = [greedy(PeftModel.from_pretrained(load_tiny(model), str(adapter)).eval(), prompt) for prompt in prompts]
-    assert verdict.right_answers(adapter, prompts, right, most_tokens=4) == len(prompts)
-    assert verdict.right_answers(adapter, prompts, base, most_tokens=4) == sum(map(str.__eq__, base, right)) < len(prompts)
+    assert verdict.count_right_answers(adapter, prompts, right, max_tokens=4) == len(prompts)
+    assert verdict.count_right_answers(adapter, prompts, base, max_tokens=4) == sum(map(str.__eq__, base, right)) < len(prompts)
