@@ -1,4 +1,4 @@
-"""A tool-calling agent as anybody writes one with the openai client. It does not know that it is trained."""
+"""A tool-calling agent with the openai client. It contains nothing specific to training."""
 
 import asyncio
 import json
@@ -8,16 +8,27 @@ import re
 import openai
 
 EXPRESSION = {"type": "string", "description": "for example 12*34"}
-PARAMETERS = {"type": "object", "properties": {"expression": EXPRESSION}, "required": ["expression"]}
-TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Works out a product.", "parameters": PARAMETERS}}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"expression": EXPRESSION},
+    "required": ["expression"],
+}
+CALCULATOR = {
+    "name": "calculator",
+    "description": "Works out a product.",
+    "parameters": PARAMETERS,
+}
+TOOLS = [{"type": "function", "function": CALCULATOR}]
 
 
 def calculate(name, arguments):
+    """Return the result of a tool call: the product of two numbers, or `Error`."""
     found = re.fullmatch(r"(\d+)\*(\d+)", str(json.loads(arguments).get("expression")))
     return str(int(found[1]) * int(found[2])) if found and name == "calculator" else "Error"
 
 
 async def answer(client, question):
+    """Return the model's answer after at most three requests."""
     messages = [{"role": "user", "content": question}]
     for _ in range(3):
         reply = await client.chat.completions.create(model="gpt-5-mini", messages=messages, tools=TOOLS, temperature=0.2)

@@ -1,7 +1,8 @@
-"""`--agent examples/agent/openenv_agent.py:solve`: an environment of OpenEnv (`pip install "megatron-grpo[openenv]"`), played in text.
+"""Run an episode in an OpenEnv environment with text actions (`pip install "megatron-grpo[openenv]"`).
 
-OPENENV_URL is the URL of its server, OPENENV_ACTION the field of its action that takes what the model says, for example `message`.
-Columns of the data set: `prompt`, the instructions; `reset`, the arguments of `reset`, such as a seed, so that a group plays one game.
+Use it with `--agent examples/agent/openenv_agent.py:solve`. OPENENV_URL is the URL of the environment's server; OPENENV_ACTION is the field
+of the action that takes the model's text, for example `message`. Columns of the data set: `prompt`, the instructions; `reset`, the
+arguments of `reset`, such as a seed, so that all episodes of a group start alike.
 """
 
 import json
@@ -12,6 +13,7 @@ from openenv.core import GenericEnvClient
 
 
 async def solve(row, endpoint):
+    """Run one episode and return the sum of its rewards."""
     client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
     messages, reward = list(row["prompt"]), 0.0
     async with client, GenericEnvClient(base_url=os.environ["OPENENV_URL"]) as env:
@@ -22,8 +24,8 @@ async def solve(row, endpoint):
                 reply = await client.chat.completions.create(model="policy", messages=messages)
             except openai.AuthenticationError:  # a limit of the episode is reached
                 break
-            said = reply.choices[0].message.content
-            messages.append({"role": "assistant", "content": said})
-            result = await env.step({os.environ["OPENENV_ACTION"]: said})
+            text = reply.choices[0].message.content
+            messages.append({"role": "assistant", "content": text})
+            result = await env.step({os.environ["OPENENV_ACTION"]: text})
             reward += result.reward or 0.0
     return reward

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# A tiny model learns through the endpoint of an agent: makes data and model, evaluates, trains, evaluates again, and judges. What is there already is
-# reused. Arguments are settings of the training run and win over config.yaml:
+# Train a tiny model through an agent's endpoint: make data and model, evaluate, train, evaluate again, and check the result. Existing files
+# are reused. Arguments are settings of the training run and override config.yaml:
 #
 #   bash examples/agent/run.sh
 #   bash examples/agent/run.sh --lr 3e-4 --seed 1
-#   AGAIN=1 bash examples/agent/run.sh               train again although nothing has changed
+#   AGAIN=1 bash examples/agent/run.sh               train again even if nothing has changed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=examples/agent output=output/agent
 source examples/steps.sh
 
 echo "[agent] 1/5 environment"
-install plot  # vLLM brings the openai client
+install plot  # vLLM depends on the openai client
 
 echo "[agent] 2/5 data and model"
 python tools/make_tiny_chat_model.py examples/calculator
-for part in data model; do ln -sfn "../calculator/$part" "$here/$part"; done  # of that example
+for part in data model; do ln -sfn "../calculator/$part" "$here/$part"; done  # those of the calculator
 
 before_and_after "$here/config.yaml $here/my_agent.py $here/solve.py examples/calculator/model/made_by.json" "[agent]" 100 "$@"
 

@@ -1,7 +1,8 @@
-"""`--agent examples/agent/verifiers_agent.py:solve`: tasks, harness and rewards of verifiers (`pip install "megatron-grpo[verifiers]"`).
+"""Run episodes of verifiers with its tasks, harness and rewards (`pip install "megatron-grpo[verifiers]"`).
 
-VERIFIERS_ENV is the configuration of the environment as JSON: {"taskset": {"id": "gsm8k-v1"}, "agent": {"runtime": {"type": "docker"}}}.
-`python examples/agent/verifiers_agent.py 500 > tasks.jsonl` writes its first 500 tasks as a data set.
+Use it with `--agent examples/agent/verifiers_agent.py:solve`. VERIFIERS_ENV is the configuration of the environment as JSON:
+{"taskset": {"id": "gsm8k-v1"}, "agent": {"runtime": {"type": "docker"}}}.
+`python examples/agent/verifiers_agent.py 500 > tasks.jsonl` writes the first 500 tasks as a data set.
 """
 
 import functools
@@ -15,24 +16,32 @@ import verifiers.v1 as vf
 
 @functools.cache
 def load_environment():
+    """Return the environment of VERIFIERS_ENV, loaded once."""
     return vf.load_environment(vf.resolve_env_config(json.loads(os.environ["VERIFIERS_ENV"])))
 
 
 @functools.cache
 def find_task(number):
+    """Return the task at an index of the task set."""
     return next(islice(load_environment().taskset, number, None))
 
 
 async def solve(row, endpoint):
-    client = vf.EvalClientConfig(base_url=endpoint.base_url, headers={"x-api-key": endpoint.api_key})
-    episode = await load_environment().run_episode(find_task(row["task"]), vf.ModelContext(model="policy", client=client))
-    for error in episode.errors + [error for trace in episode.traces for error in trace.errors]:
-        if not endpoint.is_over():  # else a limit has ended the episode, which has a reward
+    """Run one episode and return its rewards by name, and their sum as `reward`."""
+    headers = {"x-api-key": endpoint.api_key}
+    client = vf.EvalClientConfig(base_url=endpoint.base_url, headers=headers)
+    context = vf.ModelContext(model="policy", client=client)
+    episode = await load_environment().run_episode(find_task(row["task"]), context)
+    for error in episode.errors + [e for trace in episode.traces for e in trace.errors]:
+        if not endpoint.is_over():  # an episode that a limit has ended has a reward
             raise RuntimeError(f"{error.type}: {error.message}")
-    columns = {name: reward.value for trace in episode.traces for name, reward in trace.rewards.items() if reward is not None}
-    return {**columns, "reward": sum(trace.reward for trace in episode.traces)}
+    rewards = {}
+    for trace in episode.traces:
+        rewards |= {name: one.value for name, one in trace.rewards.items() if one is not None}
+    return {**rewards, "reward": sum(trace.reward for trace in episode.traces)}
 
 
 if __name__ == "__main__":
-    for number, one in enumerate(islice(load_environment().taskset, int(sys.argv[1]))):
-        print(json.dumps({"prompt": [{"role": "user", "content": one.data.prompt_text}], "task": number}))
+    for number, task in enumerate(islice(load_environment().taskset, int(sys.argv[1]))):
+        prompt = [{"role": "user", "content": task.data.prompt_text}]
+        print(json.dumps({"prompt": prompt, "task": number}))

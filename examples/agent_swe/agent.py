@@ -1,6 +1,7 @@
-"""mini-swe-agent on one row: writes the row's files into the working folder, and runs the agent as it comes from PyPI.
+"""Run mini-swe-agent on one row: write the row's files into the working directory and start the agent.
 
-With AGENT_IMAGE every command runs in a container of that image without a network; without it, with your rights on this machine.
+If AGENT_IMAGE is set, each command runs in a container of that image without a network; otherwise it runs with your rights on this
+machine.
 """
 
 import json
@@ -20,23 +21,26 @@ TASK = "{{task}}\n\nWhen it is done, run: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OU
 
 
 def main() -> None:
+    """Run the agent on the row in AGENT_ROW."""
     row, here = json.loads(Path(os.environ["AGENT_ROW"]).read_text()), Path.cwd()
     for name, text in row["files"].items():
         (here / name).write_text(text)
     if image := os.environ.get("AGENT_IMAGE"):
-        mounted = ["--rm", "--network", "none", "--memory", "2g", "-v", f"{here}:/task"]
-        shell = DockerEnvironment(image=image, cwd="/task", run_args=mounted, timeout=30)
+        run_args = ["--rm", "--network", "none", "--memory", "2g", "-v", f"{here}:/task"]
+        shell = DockerEnvironment(image=image, cwd="/task", run_args=run_args, timeout=30)
     else:
         shell = LocalEnvironment(cwd=str(here), timeout=30)
-    model = OpenRouterModel(model_name="policy")  # chat completions by plain HTTP, whatever its name says
-    model._api_url, model._api_key = f"{os.environ['OPENAI_BASE_URL']}/chat/completions", os.environ["OPENAI_API_KEY"]
+    model = OpenRouterModel(model_name="policy")  # plain HTTP chat completions, with the URL below
+    model._api_url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    model._api_key = os.environ["OPENAI_API_KEY"]
     agent = DefaultAgent(model, shell, system_template=SYSTEM, instance_template=TASK, cost_limit=0)
     try:
         agent.run(row["prompt"][-1]["content"])
     except Exception as error:
-        if type(error).__name__ != "OpenRouterAuthenticationError":  # the endpoint's 401: a limit of the episode is reached
+        # The endpoint answers 401 when a limit of the episode is reached.
+        if type(error).__name__ != "OpenRouterAuthenticationError":
             raise
-        print("the episode is over", file=sys.stderr)
+        print("episode limit reached", file=sys.stderr)
 
 
 if __name__ == "__main__":

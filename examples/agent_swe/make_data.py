@@ -1,6 +1,6 @@
-"""Small modules with a bug each, from a few correct ones: every change of one operator or number that its tests notice is a task.
+"""Write repair tasks: modules with one changed operator or number, which the hidden tests of the module detect.
 
-python examples/agent_swe/make_data.py      # data/train.jsonl and data/test.jsonl
+python examples/agent_swe/make_data.py      # writes data/train.jsonl and data/test.jsonl
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ SWAPS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Lt: ast.LtE, ast.LtE: ast.Lt, a
 
 
 def make_bugs(source: str) -> Iterator[str]:
-    """The module with one change, for each place."""
+    """Yield the module with one operator or number changed, for each that can be."""
     tree = ast.parse(source)
     for number in range(len(list(ast.walk(tree)))):
         changed = copy.deepcopy(tree)
@@ -132,19 +132,20 @@ def make_bugs(source: str) -> Iterator[str]:
 
 
 def is_detected(source: str, tests: str) -> bool:
-    """Whether the tests fail, and end soon."""
+    """Return whether the tests of a module fail or time out."""
     return not run_program(f"{source}\n{tests}", seconds=2.0, memory_mb=512, as_main=False).clean
 
 
 def main() -> None:
+    """Write the tasks into `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="directory to write train.jsonl and test.jsonl to")
-    parser.add_argument("--most", type=int, help="bugs of each module")
+    parser.add_argument("--max_bugs", type=int, help="maximum number of bugs per module")
     args = parser.parse_args()
     rows = []
     for module, (hint, source, tests) in MODULES.items():
         assert not is_detected(source, tests), module
-        for changed in islice((one for one in make_bugs(source) if is_detected(one, tests)), args.most):
+        for changed in islice((bug for bug in make_bugs(source) if is_detected(bug, tests)), args.max_bugs):
             task = [{"role": "user", "content": ASK.format(module=module, hint=hint)}]
             rows.append({"prompt": task, "module": module, "files": {module: changed}, "tests": tests})
     random.Random(0).shuffle(rows)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node, 8 GPUs, and docker or podman. Further flags go to the trainer: bash examples/agent_swe/run.sh --max_steps 20
+# Needs one node with 8 GPUs, and docker or podman. Arguments are settings of the trainer: bash examples/agent_swe/run.sh --max_steps 20
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -1,11 +1,12 @@
-"""The reward of an episode: 1 if the module that the agent leaves passes the hidden tests. They run in the sandbox of the reward `code`."""
+"""Reward of an episode: 1 if the module that the agent leaves passes the hidden tests, in the sandbox of the reward `code`."""
 
 from megatron_grpo import run_program
 
-MAX_CHARACTERS = 100_000  # characters of a module
+MAX_CHARACTERS = 100_000  # of a module
 
 
 def passed(row, folder, output, messages):
+    """Return 1.0 if `row["tests"]` pass on the module in `folder`, else 0.0."""
     path = folder / row["module"]
     if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_CHARACTERS:
         return 0.0

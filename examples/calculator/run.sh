@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A tiny model learns to use its calculator: makes data and model, evaluates, trains, evaluates again, and judges. What is there already is
-# reused. Arguments are settings of the training run and win over config.yaml:
+# Train a tiny model to call a calculator: make data and model, evaluate, train, evaluate again, and check the result. Existing files are
+# reused. Arguments are settings of the training run and override config.yaml:
 #
 #   bash examples/calculator/run.sh
 #   bash examples/calculator/run.sh --lr 3e-4 --seed 1
-#   AGAIN=1 bash examples/calculator/run.sh               train again although nothing has changed
+#   AGAIN=1 bash examples/calculator/run.sh               train again even if nothing has changed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=examples/calculator output=output/calculator

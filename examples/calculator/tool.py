@@ -1,4 +1,4 @@
-"""The tool, and the reward of a whole episode."""
+"""The calculator tool, and the reward of an episode."""
 
 import re
 
@@ -16,6 +16,12 @@ def calculator(expression: str):
 
 
 def correct(completions, answer, **columns):
-    """1 where the last thing that the model says is the answer. completions: all messages after the question."""
+    """Return 1.0 for each episode whose last message is the model's and equals `answer`, else 0.0.
+
+    Args:
+        completions: The messages of each episode after the question.
+        answer: The column of that name, one value per episode.
+        columns: All other columns.
+    """
     last = [messages[-1] if messages else {} for messages in completions]
-    return [float(said.get("role") == "assistant" and said["content"] == right) for said, right in zip(last, answer, strict=True)]
+    return [float(message.get("role") == "assistant" and message["content"] == right) for message, right in zip(last, answer, strict=True)]

@@ -1,34 +1,35 @@
-"""Games, and what the warm start is taught: a player who halves what is left, or heeds what was said, or does neither."""
+"""The data sets of the guessing game, and the sample games that the model is warmed up on."""
 
 from __future__ import annotations
 
 import random
 
-HALVING, WITHIN_RANGE = 0.3, 0.2  # shares of the guesses
+# Fractions of the guesses that halve the remaining range, and that are random within it; the others are random.
+HALVING, WITHIN_RANGE = 0.3, 0.2
 HIGHEST, TURNS = 15, 4
 FLAGS = ("--environment", "examples/guessing/game.py:Game")
 WARM_UP_STEPS = 600
 
 
 def make_rows() -> dict[str, list[dict]]:
-    """{"train": ..., "test": ...}. The question is always the same; the number is hidden in a column."""
-    asked = [
-        {"prompt": [{"role": "user", "content": f"Guess 1 to {HIGHEST}"}], "secret": 1 + i % HIGHEST, "game": i}
-        for i in range(HIGHEST * 44)
-    ]
-    return {"train": asked[HIGHEST * 4 :], "test": asked[: HIGHEST * 4]}
+    """Return the rows of the data sets `train` and `test`. All prompts are equal; the column `secret` has the number."""
+    prompt = [{"role": "user", "content": f"Guess 1 to {HIGHEST}"}]
+    games = range(HIGHEST * 44)
+    rows = [{"prompt": prompt, "secret": 1 + i % HIGHEST, "game": i} for i in games]
+    return {"train": rows[HIGHEST * 4 :], "test": rows[: HIGHEST * 4]}
 
 
-def make_episode(draw: random.Random, row: dict) -> list[dict]:
-    """A conversation to be taught."""
+def make_episode(rng: random.Random, row: dict) -> list[dict]:
+    """Return the messages of one sample game."""
     secret, low, high = row["secret"], 1, HIGHEST
     messages = list(row["prompt"])
     for turn in range(TURNS):
-        kind = draw.random()
+        kind = rng.random()
         if kind < HALVING:
             guess = (low + high) // 2
         else:
-            guess = draw.randint(low, high) if kind < HALVING + WITHIN_RANGE else draw.randint(1, HIGHEST)
+            bounds = (low, high) if kind < HALVING + WITHIN_RANGE else (1, HIGHEST)
+            guess = rng.randint(*bounds)
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == secret or turn == TURNS - 1:
             break

@@ -1,4 +1,4 @@
-"""The guessing game: who answers between the turns, and the rewards."""
+"""The environment of the guessing game, and its rewards."""
 
 from megatron_grpo import Environment, StepOutput
 
@@ -6,7 +6,7 @@ HIGHEST = 15
 
 
 class Game(Environment):
-    """A number from 1 to 15; says `higher` or `lower`."""
+    """Answer each guess of a number from 1 to 15 with `higher` or `lower`."""
 
     def start(self, prompt):
         self.low, self.high = 1, HIGHEST
@@ -25,16 +25,18 @@ class Game(Environment):
             self.low = max(self.low, guess + 1)
         else:
             self.high = min(self.high, guess - 1)
-        return StepOutput(messages=[{"role": "user", "content": "higher" if guess < secret else "lower"}], reward=is_possible)
+        hint = "higher" if guess < secret else "lower"
+        return StepOutput(messages=[{"role": "user", "content": hint}], reward=is_possible)
 
 
 def found(messages, secret, **columns):
-    """1 where the last guess is the number."""
+    """Return 1.0 for each episode whose last message is the number, else 0.0."""
+    last = [episode[-1] for episode in messages]
     return [
-        float(said[-1]["role"] == "assistant" and said[-1]["content"] == str(number)) for said, number in zip(messages, secret, strict=True)
+        float(message["role"] == "assistant" and message["content"] == str(number)) for message, number in zip(last, secret, strict=True)
     ]
 
 
 def sensible(turn_rewards, **columns):
-    """The share of guesses that could still have been right: what the game gave, turn by turn."""
+    """Return each episode's fraction of guesses that were still possible: the mean of the turn rewards."""
     return [sum(rewards) / max(len(rewards), 1) for rewards in turn_rewards]

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A tiny model learns to play a game in four turns: makes data and model, evaluates, trains, evaluates again, and judges. What is there already is
-# reused. Arguments are settings of the training run and win over config.yaml:
+# Train a tiny model to find a number in four turns: make data and model, evaluate, train, evaluate again, and check the result. Existing
+# files are reused. Arguments are settings of the training run and override config.yaml:
 #
 #   bash examples/guessing/run.sh
 #   bash examples/guessing/run.sh --lr 3e-4 --seed 1
-#   AGAIN=1 bash examples/guessing/run.sh               train again although nothing has changed
+#   AGAIN=1 bash examples/guessing/run.sh               train again even if nothing has changed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=examples/guessing output=output/guessing

@@ -1,6 +1,6 @@
-"""The data of the example: drawn pictures of coloured shapes, and questions about colours, counts and places.
+"""Draw images of colored shapes and write questions about their colors, number and sides.
 
-Every picture is drawn anew, so none of the held-out ones is ever trained on. Files are PNG, rows are as for any model that sees:
+Each image is drawn once, so no held-out image is trained on. Images are PNG files; a row names its images:
 
     {"messages": [{"role": "user", "content": "<image>How many shapes?"}], "images": ["train/00017.png"], "answer": "3", "kind": "count"}
 
@@ -19,31 +19,40 @@ from PIL import Image, ImageDraw
 
 SIDE = 56  # pixels
 COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (240, 210, 40)}
-# A tower knows where patches stand to each other, and not where they stand: a shape looks the same left and right. By its frame a model of
-# two layers tells the sides apart within 450 steps of supervised training; without, it answers by chance after as many.
+# The vision tower encodes only relative positions of patches, so a shape looks the same on both sides. With a frame around the image, a
+# tower of two layers learns the sides within 450 supervised steps; without it, its answers are at chance after as many steps.
 FRAME = (30, 30, 30)
 KINDS = ("color", "count", "side")
 
 
 def draw_image(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
-    """shapes: (colour, column, row) of each, in a grid of 2 x 2. Where in its quarter a shape stands, and its form, is left to chance."""
-    grey = rng.randrange(225, 256)
-    picture = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
-    pen = ImageDraw.Draw(picture)
+    """Draw an image of 56 x 56 pixels.
+
+    Args:
+        shapes: (color, column, row) of each shape in a 2 x 2 grid. Its form, size and offset are random.
+        rng: Source of the random numbers.
+    """
+    gray = rng.randrange(225, 256)
+    image = Image.new("RGB", (SIDE, SIDE), (gray, gray, gray))
+    pen = ImageDraw.Draw(image)
     pen.rectangle((0, 0, SIDE - 1, SIDE - 1), outline=FRAME, width=2)
-    for colour, column, row in shapes:
+    for color, column, row in shapes:
         size = rng.randrange(13, 20)
-        x, y = (at * SIDE // 2 + rng.randrange(3, SIDE // 2 - size - 2) for at in (column, row))
-        (pen.ellipse if rng.random() < 0.5 else pen.rectangle)((x, y, x + size, y + size), fill=COLORS[colour])
-    return picture
+        x, y = (cell * SIDE // 2 + rng.randrange(3, SIDE // 2 - size - 2) for cell in (column, row))
+        (pen.ellipse if rng.random() < 0.5 else pen.rectangle)((x, y, x + size, y + size), fill=COLORS[color])
+    return image
 
 
 def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]]:
-    """A picture and its question. `mistaken`: what one says who echoes the question, and who confuses left and right; or overlooks one."""
+    """Return an image and its row.
+
+    The field `mistaken` has the two wrong answers of the warm-up: a word of the question, and the other side or color; for a count, one
+    shape less.
+    """
     if kind == "count":
         number = rng.randrange(2, 5)
-        places = rng.sample([(column, row) for column in (0, 1) for row in (0, 1)], number)
-        shapes = [(rng.choice(list(COLORS)), *place) for place in places]
+        cells = rng.sample([(column, row) for column in (0, 1) for row in (0, 1)], number)
+        shapes = [(rng.choice(list(COLORS)), *cell) for cell in cells]
         question, answer, mistaken = "How many shapes?", str(number), [str(number - 1)] * 2
     else:
         left, right = rng.sample(list(COLORS), 2)
@@ -58,28 +67,30 @@ def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]
 
 
 def write_dataset(folder: Path, name: str, count: int, rng: random.Random) -> None:
+    """Write `count` images, and .jsonl files with all rows and with the rows of each kind."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
-        picture, row = make_row(KINDS[number % len(KINDS)], rng)
-        picture.save(folder / name / f"{number:05d}.png")
+        image, row = make_row(KINDS[number % len(KINDS)], rng)
+        image.save(folder / name / f"{number:05d}.png")
         rows.append({**row, "images": [f"{name}/{number:05d}.png"]})
-    of = {name: rows} | {f"{name}_{kind}": [row for row in rows if row["kind"] == kind] for kind in KINDS}  # each kind by itself too
-    for file, chosen in of.items():
+    files = {name: rows} | {f"{name}_{kind}": [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    for file, chosen in files.items():
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
 
 
 def main() -> None:
+    """Write the training and the held-out data into `--output`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("examples/images/data"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_train", type=int, default=3000)
-    parser.add_argument("--num_test", type=int, default=240, help="held-out pictures")
+    parser.add_argument("--num_test", type=int, default=240, help="number of held-out images")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     write_dataset(args.output, "test", args.num_test, rng)
     write_dataset(args.output, "train", args.num_train, rng)
-    print(f"[data] {args.num_train} pictures to train on and {args.num_test} held out, in {args.output}")
+    print(f"[data] {args.num_train} training images and {args.num_test} held-out images in {args.output}")
 
 
 if __name__ == "__main__":

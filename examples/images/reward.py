@@ -1,8 +1,9 @@
-"""The example's reward. Change it and run again: the curve moves."""
+"""Reward function of the example."""
 
 from __future__ import annotations
 
 
 def correct(prompts: list, completions: list, answer: list[str], **columns) -> list[float]:
-    """1 where the completion is the answer, to the character; else 0. `answer` is a column of the data set."""
-    return [float(completion[0]["content"] == right) for completion, right in zip(completions, answer, strict=True)]
+    """Return 1.0 for each completion that equals `answer`, a column of the data set, else 0.0."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(text == right) for text, right in zip(texts, answer, strict=True)]

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Pictures, from a clean clone to a model that looks: installs what is missing, draws pictures, makes a tiny Qwen2.5-VL from random weights
-# that echoes questions and confuses left and right, trains it by GRPO (vision tower, aligner and text model), and judges the run on
-# pictures it never saw.
-# What is there already is reused. Arguments are settings of the training run and win over config.yaml:
+# Train a tiny Qwen2.5-VL on questions about images, from a clean clone: install the environment, draw the images, make the model and warm
+# it up with mostly wrong answers, train vision tower, aligner and language model with GRPO, and check the result on held-out images.
+# Existing files are reused. Arguments are settings of the training run and override config.yaml:
 #
 #   bash examples/images/run.sh
 #   bash examples/images/run.sh --freeze_vit true --freeze_aligner true
-#   AGAIN=1 bash examples/images/run.sh                   train again although nothing has changed
+#   AGAIN=1 bash examples/images/run.sh                   train again even if nothing has changed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=examples/images output=output/images
@@ -15,7 +14,7 @@ source examples/steps.sh
 echo "[images] 1/4 environment"
 install plot images
 
-echo "[images] 2/4 pictures and model"
+echo "[images] 2/4 images and model"
 python $here/make_data.py
 python tools/make_tiny_vlm.py
 

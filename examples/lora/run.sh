@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# LoRA, from a clean clone to an adapter that PEFT loads: the quickstart's model, data and run (made if they are not there), the same run
-# with adapters in place of all weights, PEFT's own score of the adapter, and a verdict. What is there already is reused. Arguments are
-# settings of the LoRA run and win over config.yaml:
+# Train the quickstart's model with LoRA, from a clean clone: run the quickstart (which makes the model and the data) unless it has run,
+# train an adapter on the same task, score the exported adapter with PEFT, and compare both runs. Existing files are reused. Arguments are
+# settings of the LoRA run and override config.yaml:
 #
 #   bash examples/lora/run.sh
 #   bash examples/lora/run.sh --lora_rank 4 --lr 1e-2
-#   AGAIN=1 bash examples/lora/run.sh                     train both again although nothing has changed
+#   AGAIN=1 bash examples/lora/run.sh                     train both again even if nothing has changed
 #   RANKS=2 bash examples/lora/run.sh                     train both on two ranks
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -15,9 +15,9 @@ source examples/steps.sh
 echo "[lora] 1/4 environment"
 install plot peft
 
-echo "[lora] 2/4 the quickstart: model, data, and the run of all weights to compare with (trained now unless output/quickstart is it)"
+echo "[lora] 2/4 quickstart: model, data, and the run of all weights (reused if output/quickstart is that run)"
 bash examples/quickstart/run.sh 2>&1 | sed -u 's/^VERDICT: /[quickstart] verdict: /' ||
-    failed "the quickstart, which LoRA is compared with, did not pass"
+    failed "the quickstart did not pass"
 
 train "$here/config.yaml examples/quickstart/reward.py examples/quickstart/model/made_by.json" "[lora] 3/4" "$@"
 

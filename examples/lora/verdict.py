@@ -1,6 +1,7 @@
-"""Says whether a LoRA run did what it promises, beside the run of all weights. Exit code 0: yes; 1: no, and why.
+"""Check the result of a LoRA run against the run that trains all weights.
 
-PEFT loads the adapter that was exported and answers the held-out prompts by itself; it must get right what the run said it does.
+PEFT loads the exported adapter and answers the held-out prompts; its accuracy must be the one that the run reported. Exit with code 0 if
+the run passes; else print the problems and exit with code 1.
 
 python examples/lora/verdict.py output/lora output/quickstart
 """
@@ -11,22 +12,25 @@ import json
 import sys
 from pathlib import Path
 
-MAX_BEFORE, MIN_AFTER = 0.5, 0.9  # held-out accuracy, greedy
-MAX_BELOW_FULL = 0.05  # of accuracy, at the end
-MAX_ANSWER_DIFFERENCE = 1  # between PEFT's score and the run's: two tokens may be alike to the last bit, and rounding then decides
-MAX_LOGPROB_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
+MAX_BEFORE, MIN_AFTER = 0.5, 0.9  # greedy accuracy on held-out prompts
+MAX_BELOW_FULL = 0.05  # accuracy of the full run less that of LoRA
+# Difference in right answers between PEFT and the run: where two logits are almost equal, rounding determines the token.
+MAX_ANSWER_DIFFERENCE = 1
+MAX_LOGPROB_DIFFERENCE = 1e-4  # nats, between sampler and trainer in float32
 ADAPTER = ("hf/adapter_config.json", "hf/adapter_model.safetensors", "hf/base_model.json")
 FILES = ("plan.json", "metrics.jsonl", "evaluations.jsonl")
-COLORS = {"LoRA": "#d1622b", "all weights": "#2563a8"}  # in the table and the plot
+COLORS = {"LoRA": "#d1622b", "all weights": "#2563a8"}  # name of a run in table and plot -> color
 
 Row = dict[str, object]
 
 
 def read_jsonl(path: Path) -> list[dict]:
+    """Return the rows of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def find_missing_files(lora: Path, full: Path) -> list[str]:
+    """Return one sentence per missing file of the two runs."""
     return [
         f"{run / name} is missing"
         for run, names in ((lora, (*FILES, *ADAPTER)), (full, FILES))
@@ -36,7 +40,7 @@ def find_missing_files(lora: Path, full: Path) -> list[str]:
 
 
 def summarize_run(run: Path) -> Row:
-    """What a run trained, moved and reached. Bytes of a push are the plan's; those of a checkpoint are counted on disk."""
+    """Return the figures of a run: sizes from plan.json, the size of its last checkpoint on disk, and its accuracy."""
     cost = json.loads((run / "plan.json").read_text(encoding="utf-8"))["cost"]
     checkpoints = sorted((run / "checkpoints").glob("iter_*"))
     return {
@@ -48,32 +52,40 @@ def summarize_run(run: Path) -> Row:
 
 
 def find_problems(lora: Path, full: Path, by_peft: int, num_prompts: int) -> list[str]:
-    """What is wrong with the run, a sentence each. by_peft: right answers of `num_prompts` that PEFT gives with the adapter."""
+    """Return one sentence per problem of the LoRA run.
+
+    Args:
+        lora: output_dir of the LoRA run.
+        full: output_dir of the run that trains all weights.
+        by_peft: Number of right answers of PEFT with the adapter.
+        num_prompts: Number of held-out prompts.
+    """
     problems = []
     steps, evaluations = read_jsonl(lora / "metrics.jsonl"), read_jsonl(lora / "evaluations.jsonl")
-    before, after, of_full = evaluations[0]["correct"], evaluations[-1]["correct"], read_jsonl(full / "evaluations.jsonl")[-1]["correct"]
-    difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
+    before, after = evaluations[0]["correct"], evaluations[-1]["correct"]
+    full_after = read_jsonl(full / "evaluations.jsonl")[-1]["correct"]
+    difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # absent if no step had a gradient
     if before > MAX_BEFORE:
-        problems.append(f"accuracy before training is {before:.3f}, more than {MAX_BEFORE}: there was little left to learn")
+        problems.append(f"accuracy before training is {before:.3f}, more than {MAX_BEFORE}")
     if after < MIN_AFTER:
         problems.append(f"accuracy after training is {after:.3f}, less than {MIN_AFTER}")
-    if after < of_full - MAX_BELOW_FULL:
+    if after < full_after - MAX_BELOW_FULL:
         problems.append(
-            f"accuracy after training is {after:.3f}, and that of all weights is {of_full:.3f}: more than {MAX_BELOW_FULL} above it"
+            f"accuracy after training is {after:.3f}, and that of all weights is {full_after:.3f}, more than {MAX_BELOW_FULL} higher"
         )
-    others = abs(by_peft - round(after * num_prompts))
-    if others > MAX_ANSWER_DIFFERENCE:
+    answer_difference = abs(by_peft - round(after * num_prompts))
+    if answer_difference > MAX_ANSWER_DIFFERENCE:
         problems.append(
-            f"PEFT gives {by_peft} of {num_prompts} right answers with the adapter, and the run said {round(after * num_prompts)}: "
-            "the exported adapter is not the one that was sampled with"
+            f"PEFT gives {by_peft} of {num_prompts} right answers with the adapter, and the run reported {round(after * num_prompts)}: "
+            "the exported adapter differs from the one that the run evaluated"
         )
-    if not difference <= MAX_LOGPROB_DIFFERENCE:  # NaN is none
+    if not difference <= MAX_LOGPROB_DIFFERENCE:  # also true for NaN
         problems.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MAX_LOGPROB_DIFFERENCE}")
     return problems
 
 
 def count_right_answers(adapter: Path, prompts: list[str], answers: list[str], max_tokens: int) -> int:
-    """How many prompts the model with this adapter answers to the character: transformers and PEFT, greedy, in float32."""
+    """Return how many prompts transformers and PEFT answer correctly with the adapter: greedy, float32."""
     import torch
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoTokenizer
@@ -82,7 +94,7 @@ def count_right_answers(adapter: Path, prompts: list[str], answers: list[str], m
     tokenizer = AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)
     encoded = [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     right = 0
-    for length in sorted(set(map(len, encoded))):  # prompts of one length need no padding
+    for length in sorted(set(map(len, encoded))):  # no padding within one length
         rows = [row for row, ids in enumerate(encoded) if len(ids) == length]
         ids = torch.tensor([encoded[row] for row in rows])
         with torch.no_grad():
@@ -93,7 +105,7 @@ def count_right_answers(adapter: Path, prompts: list[str], answers: list[str], m
 
 
 def draw_plot(curves: dict[str, list[dict]], path: Path) -> None:
-    """Held-out accuracy over optimizer steps, a line a run."""
+    """Plot the held-out accuracy of each run by optimizer step."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -103,7 +115,7 @@ def draw_plot(curves: dict[str, list[dict]], path: Path) -> None:
     for name, evaluations in curves.items():
         steps, correct = zip(*((e["step"], e["correct"]) for e in evaluations), strict=True)
         axes.plot(steps, correct, label=f"{name} ({correct[-1]:.3f} at the end)", color=COLORS[name], marker="o", markersize=3)
-    axes.set(xlabel="optimizer step", ylabel="held-out accuracy, greedy", ylim=(0, 1.02), title="LoRA beside the training of all weights")
+    axes.set(xlabel="optimizer step", ylabel="held-out accuracy, greedy", ylim=(0, 1.02), title="LoRA and the training of all weights")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +124,7 @@ def draw_plot(curves: dict[str, list[dict]], path: Path) -> None:
 
 
 def format_table(runs: dict[str, Row]) -> list[str]:
-    """A row a figure, a column a run, and the second as a multiple of the first."""
+    """Return the lines of a table with one row per figure, one column per run, and the ratio of the second to the first."""
     columns = list(runs)
     lines = [f"{'':24}" + "".join(f"{name:>14}" for name in columns) + f"{'ratio':>9}"]
     for figure in runs[columns[0]]:
@@ -123,9 +135,10 @@ def format_table(runs: dict[str, Row]) -> list[str]:
 
 
 def main() -> int:
+    """Print the comparison and the verdict, and plot both runs."""
     lora, full = (Path(argument) for argument in (sys.argv[1:] or ("output/lora", "output/quickstart")))
-    if absent := find_missing_files(lora, full):
-        print(f"VERDICT: FAILED: {'; '.join(absent)}")
+    if missing := find_missing_files(lora, full):
+        print(f"VERDICT: FAILED: {'; '.join(missing)}")
         return 1
     config = json.loads((lora / "hf/adapter_config.json").read_text(encoding="utf-8"))
     held_out = read_jsonl(Path("examples/quickstart/data/test.jsonl"))
@@ -134,12 +147,12 @@ def main() -> int:
     for line in format_table(runs):
         print(f"[verdict] {line}")
     evaluations = read_jsonl(lora / "evaluations.jsonl")
-    said = round(evaluations[-1]["correct"] * len(held_out))
-    score = f"the run {said}, PEFT with the exported adapter {right}, difference {abs(said - right)}"
+    reported = round(evaluations[-1]["correct"] * len(held_out))
+    score = f"the run {reported}, PEFT with the exported adapter {right}, difference {abs(reported - right)}"
     print(f"[verdict] right answers of {len(held_out)}: {score}")
     draw_plot(
         {name: read_jsonl(run / "evaluations.jsonl") for name, run in zip(COLORS, (lora, full), strict=True)},
-        lora / "plots/lora_beside_full.png",
+        lora / "plots/lora_and_full.png",
     )
     problems = find_problems(lora, full, right, len(held_out))
     for problem in problems:
@@ -148,7 +161,7 @@ def main() -> int:
     verdict = "FAILED" if problems else "PASSED"
     print(
         f"VERDICT: {verdict}: held-out accuracy {before:.3f} -> {after:.3f} with adapters of rank {config['r']}, "
-        f"{right / len(held_out):.3f} by PEFT (see {lora}, {lora / 'plots/lora_beside_full.png'})"
+        f"{right / len(held_out):.3f} by PEFT (see {lora}, {lora / 'plots/lora_and_full.png'})"
     )
     return 1 if problems else 0
 

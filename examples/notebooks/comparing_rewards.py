@@ -30,7 +30,7 @@ rows["answer"] = [str(sum(map(int, prompt.rstrip("=").split("+")))) for prompt i
 rows.head(8)
 
 # %% [markdown]
-# ## Two rewards: all or nothing, and half for the last digit
+# ## Two rewards: right answers only, and 0.5 for a right last digit
 
 
 # %%
@@ -39,7 +39,8 @@ def correct(completions, answer, **columns):
 
 
 def last_digit(completions, answer, **columns):
-    return [1.0 if text == right else 0.5 * (text[-1:] == right[-1]) for text, right in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [1.0 if text == right else 0.5 * (text[-1:] == right[-1]) for text, right in pairs]
 
 
 # %% [markdown]
@@ -51,8 +52,8 @@ groups = scores.groupby("prompt_number")[["correct", "last_digit"]]
 groups.std().mean().rename("standard deviation within a group")
 
 # %% [markdown]
-# ## Groups that teach nothing
-# In a group with equal rewards all advantages are zero. Which reward leaves fewer of them?
+# ## Groups with equal rewards
+# In a group with equal rewards all advantages are zero. This is the fraction of such groups for each reward.
 
 # %%
 zero_std = (groups.std() == 0).mean()
@@ -68,4 +69,4 @@ advantages = (scores[["correct", "last_digit"]] - groups.transform("mean")) / (g
 advantages.groupby(kinds).agg(["mean", "count"]).round(3)
 
 # %%
-assert zero_std["last_digit"] <= zero_std["correct"], "a finer reward leaves at most as many groups without a signal"
+assert zero_std["last_digit"] <= zero_std["correct"], "a finer reward must not have more groups with equal rewards"

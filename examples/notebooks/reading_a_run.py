@@ -26,7 +26,7 @@ steps = pandas.read_json(run / "metrics.jsonl", lines=True).set_index("step")
 steps[["reward", "frac_reward_zero_std", "grad_norm", "sampling/sampling_logp_difference/max"]].describe().T.map("{:.3g}".format)
 
 # %% [markdown]
-# ## Reward, and groups that teach nothing
+# ## Reward, and groups with equal rewards
 # In a group with equal rewards all advantages are zero. `frac_reward_zero_std` is the fraction of such groups.
 
 # %%

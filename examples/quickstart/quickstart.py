@@ -1,14 +1,15 @@
-"""The quickstart as a Python program: the run of config.yaml, with its reward as a function of this file.
+"""Train the quickstart's model with the Python API, with the settings of config.yaml.
 
-bash examples/quickstart/run.sh                once, for the environment, the data and the model
-python examples/quickstart/quickstart.py       from the root of the repository, in that environment
+bash examples/quickstart/run.sh                once: makes the environment, the data and the model
+python examples/quickstart/quickstart.py       in that environment, from the root of the repository
 """
 
 from megatron_grpo import GRPOConfig, GRPOTrainer
 
 
 def correct(completions, answer, **columns):
-    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+    """Return 1.0 for each completion that equals the column `answer`, else 0.0."""
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
 trainer = GRPOTrainer(
@@ -33,4 +34,5 @@ trainer = GRPOTrainer(
     nproc_per_node=1,
 )
 result = trainer.train()
-print(f"held-out accuracy {result.evaluations[0]['correct']:.3f} -> {result.evaluations[-1]['correct']:.3f}; model in {result.model}")
+before, after = (result.evaluations[i]["correct"] for i in (0, -1))
+print(f"held-out accuracy {before:.3f} -> {after:.3f}; model in {result.model}")

@@ -1,8 +1,8 @@
-"""The quickstart's reward. Change it and run again: the curve moves."""
+"""Reward function of the quickstart."""
 
 from __future__ import annotations
 
 
 def correct(prompts: list[str], completions: list[str], answer: list[str], **columns) -> list[float]:
-    """1 where the completion is the answer, to the character; else 0. `answer` is a column of the data set."""
-    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+    """Return 1.0 for each completion that equals `answer`, a column of the data set, else 0.0."""
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]

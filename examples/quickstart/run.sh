@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The quickstart, from a clean clone to a trained model: installs what is missing, makes a tiny model and its data, trains, and judges the
-# run. What is there already is reused. Arguments are settings of the training run and win over config.yaml:
+# Run the quickstart from a clean clone: install the environment, make the data and a tiny model, train, and check the result. Existing
+# files are reused. Arguments are settings of the training run and override config.yaml:
 #
 #   bash examples/quickstart/run.sh
 #   bash examples/quickstart/run.sh --lr 1e-4 --seed 1
-#   AGAIN=1 bash examples/quickstart/run.sh               train again although nothing has changed
-#   RANKS=2 bash examples/quickstart/run.sh               train on two ranks; a model of this size is trained by one as fast
+#   AGAIN=1 bash examples/quickstart/run.sh               train again even if nothing has changed
+#   RANKS=2 bash examples/quickstart/run.sh               train on two ranks; one is as fast for this model
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=examples/quickstart output=output/quickstart RANKS="${RANKS:-1}"

@@ -1,4 +1,4 @@
-"""Geometry3K from the Hub: its figures as files, and .jsonl with a chat prompt, the names of its figures and the answer. Needs [data]."""
+"""Write Geometry3K from the Hub: its figures as PNG files, and .jsonl with prompts, file names and answers. Needs the extra [data]."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ ASK = "Think step by step, and put the final answer into \\boxed{}."
 
 
 def main() -> None:
+    """Write both splits into `--out`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="directory to write to")
     out = parser.parse_args().out
@@ -20,19 +21,19 @@ def main() -> None:
     for split in ("train", "test"):
         (out / split).mkdir(parents=True, exist_ok=True)
         rows = load_dataset("hiyouga/geometry3k", split=split)
-        lines = [
-            json.dumps(make_row(example, out, f"{split}/{number:05d}"), ensure_ascii=False) + "\n" for number, example in enumerate(rows)
-        ]
+        made = [make_row(example, out, f"{split}/{i:05d}") for i, example in enumerate(rows)]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in made]
         (out / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{out / split}.jsonl: {len(lines)} problems")
 
 
 def make_row(example: dict[str, Any], out: Path, name: str) -> dict[str, Any]:
-    """A problem says <image> where each of its figures belongs."""
-    names = [f"{name}.{place}.png" for place in range(len(example["images"]))]
-    for picture, file in zip(example["images"], names, strict=True):
-        picture.save(out / file)
-    return {"prompt": [{"role": "user", "content": f"{example['problem']}\n{ASK}"}], "images": names, "answer": example["answer"]}
+    """Write the figures of an example, and return its row. `<image>` in the problem marks the position of a figure."""
+    names = [f"{name}.{i}.png" for i in range(len(example["images"]))]
+    for image, file in zip(example["images"], names, strict=True):
+        image.save(out / file)
+    prompt = [{"role": "user", "content": f"{example['problem']}\n{ASK}"}]
+    return {"prompt": prompt, "images": names, "answer": example["answer"]}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node, 8 GPUs. Further flags go to the trainer: bash examples/qwen3_8b_lora/run.sh --max_steps 20
+# Needs one node with 8 GPUs. Arguments are settings of the trainer: bash examples/qwen3_8b_lora/run.sh --max_steps 20
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -1,8 +1,8 @@
-"""Python as a tool: each call is a program of its own in the sandbox of the reward `code` (time, memory, files and network are limited)."""
+"""A Python tool. Each call runs one program in the sandbox of the reward `code`, with limits of time, memory, files and network."""
 
 from megatron_grpo import run_program
 
-SECONDS, MEMORY_MB, CHARACTERS = 10.0, 512, 4000
+SECONDS, MEMORY_MB, MAX_CHARACTERS = 10.0, 512, 4000
 
 
 def python(code: str):
@@ -11,10 +11,10 @@ def python(code: str):
     Args:
         code: the program; print what you want to see
     """
-    ran = run_program(code, seconds=SECONDS, memory_mb=MEMORY_MB, as_main=True)
-    if ran.timed_out:
+    result = run_program(code, seconds=SECONDS, memory_mb=MEMORY_MB, as_main=True)
+    if result.timed_out:
         return f"Error: it took more than {SECONDS:g} s"
-    if ran.exceeded:
-        return f"Error: it used too much of {ran.exceeded}"
-    text = ran.output if ran.clean else f"{ran.output}\n{ran.errors[-1000:]}"
-    return text.strip()[:CHARACTERS] or "(it printed nothing)"
+    if result.exceeded:
+        return f"Error: it used too much of {result.exceeded}"
+    text = result.output if result.clean else f"{result.output}\n{result.errors[-1000:]}"
+    return text.strip()[:MAX_CHARACTERS] or "(it printed nothing)"

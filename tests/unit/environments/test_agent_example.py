@@ -19,7 +19,7 @@ EXTRA = os.environ.get("MEGATRON_GRPO_EXTRA_AGENTS")
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    words, sys.argv = sys.argv, ["make_data.py", "--out", str(folder), "--most", "2"]
+    words, sys.argv = sys.argv, ["make_data.py", "--out", str(folder), "--max_bugs", "2"]
     try:
         runpy.run_path(str(EXAMPLE / "make_data.py"), run_name="__main__")
     finally:

@@ -32,10 +32,10 @@ def write_run(at: Path, correct: list[float], *, difference: float = 1e-6, train
     [
         ([0.3, 0.95], 1e-6, 380, None),
         ([0.3, 0.95], 1e-6, 379, None),  # a tie
-        ([0.3, 0.95], 1e-6, 378, "PEFT gives 378 of 400 right answers with the adapter, and the run said 380"),
+        ([0.3, 0.95], 1e-6, 378, "PEFT gives 378 of 400 right answers with the adapter, and the run reported 380"),
         ([0.3, 0.95], 1e-6, 119, "PEFT gives 119 of 400"),  # the model without the adapter
         ([0.6, 0.95], 1e-6, 380, "accuracy before training is 0.600, more than 0.5"),
-        ([0.3, 0.91], 1e-6, 364, "that of all weights is 0.980: more than 0.05 above it"),
+        ([0.3, 0.91], 1e-6, 364, "that of all weights is 0.980, more than 0.05 higher"),
         ([0.3, 0.95], 1e-2, 380, "sampler and trainer differ by up to 1.0e-02 nats"),
         ([0.3, 0.95], float("nan"), 380, "sampler and trainer differ by up to nan nats"),
     ],

@@ -29,7 +29,7 @@ kill "${servers[@]}" 2>/dev/null
     ("server", "said"),
     [
         ("for n in {1..9}; do echo loading >>$name.log; sleep 0.5; done; echo http://x >$name; sleep 9", "all answer"),
-        ("sleep 9", "FAILED: server one has said nothing for 2 s"), ("exit 1", "FAILED: server one ended before it answered"),
+        ("sleep 9", "FAILED: server one has logged nothing for 2 s"), ("exit 1", "FAILED: server one exited before it was ready"),
     ],
 )  # fmt: skip
 def test_wait_for_servers_timeout_restarts_at_each_output(tmp_path, server, said):
