@@ -42,7 +42,7 @@ def sampling(n=3):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name):
+def test_generate_returns_whole_groups_in_prompt_order(model, name):
     def body(rank, world_size):
         engine = build(name, model, rank, world_size)
         assert engine.version == 0 and engine.dtype == "float32"
@@ -78,7 +78,7 @@ def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name
     assert [len(group) for group in greedy.values()] == [1]
 
 
-def test_what_was_begun_is_what_would_have_been_answered_then(model):
+def test_background_generation_equals_generate_at_its_start(model):
     """By the engine that can answer in the background; servers are held to it in tests/unit/servers/test_servers.py."""
 
     def body(rank, world_size):
@@ -93,7 +93,7 @@ def test_what_was_begun_is_what_would_have_been_answered_then(model):
 
 
 @pytest.mark.parametrize(("name", "tensor_parallel_size"), [("scripted", 1), ("colocated", 1), ("colocated", 2)])
-def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_next_one_is_answered(model, name, tensor_parallel_size):
+def test_generate_cancelled_on_one_rank_is_cancelled_on_all_and_next_call_succeeds(model, name, tensor_parallel_size):
     def body(rank, world_size):
         from megatron_grpo.core.base.errors import CancelledError
 
@@ -127,7 +127,7 @@ def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
+def test_load_weights_consumes_updates_once_and_sets_version(model, name):
     def body(rank, world_size):
         from safetensors.torch import load_file
 
@@ -175,7 +175,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_trainers_groups_outlive_a_closed_engine(model, name):
+def test_close_keeps_process_groups_of_the_trainer(model, name):
     def body(rank, world_size):
         import torch
         import torch.distributed as dist

@@ -137,7 +137,7 @@ def model_path(tmp_path_factory):
     ("family", "tuner", "sizes"),
     [("qwen3", "all-linear, patterns, rslora", [1, 2]), ("qwen3_moe", "attention", [1]), ("qwen3", "one module of one layer", [1])],
 )
-def test_sampler_with_a_pushed_adapter_is_peft(tmp_path, family, tuner, sizes):
+def test_adapter_sync_sampler_logprobs_equal_peft(tmp_path, family, tuner, sizes):
     """sizes: ranks that share one engine."""
     path = write_tiny(tmp_path, family)
 
@@ -169,7 +169,7 @@ def test_sampler_with_a_pushed_adapter_is_peft(tmp_path, family, tuner, sizes):
     )
 
 
-def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
+def test_adapter_sync_replaces_older_adapter_and_base_sync_drops_it(model_path):
     def body(rank, world_size):
         policy = PeftPolicy(model_path, TUNERS["attention"])
         engine = engine_for(policy, rank, world_size)
@@ -213,7 +213,7 @@ def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
     run_ranks(body, 1)
 
 
-def test_modules_that_do_not_arrive_are_named(model_path):
+def test_adapter_sync_names_missing_modules(model_path):
     def body(rank, world_size):
         policy = PeftPolicy(model_path, TUNERS["attention"])
         engine = engine_for(policy, rank, world_size)
@@ -253,7 +253,7 @@ def test_modules_that_do_not_arrive_are_named(model_path):
     run_ranks(body, 1)
 
 
-def test_trial_notices_an_engine_that_ignores_adapters(model_path):
+def test_adapter_trial_detects_engine_that_ignores_adapters(model_path):
     def body(rank, world_size):
         policy = PeftPolicy(model_path, TUNERS["one module of one layer"])
         engine = engine_for(policy, rank, world_size)
@@ -324,7 +324,7 @@ def without_adapter(engine):
 
 
 @pytest.mark.parametrize("changes", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2, "vllm_enable_lora": False}])
-def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(model_path, changes):
+def test_adapter_sync_megatron_policy_and_engine_agree_at_trial_and_each_sync(model_path, changes):
     def body(rank, world_size):
         cfg = settings(tuner_type="lora", lora_rank=4, rank_pattern={"v_proj": 3}, **changes)
         shape = ModelShape.from_pretrained(model_path)
@@ -353,7 +353,7 @@ def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(mod
         assert counts == [(2 * len(sizes), 4 * sum(sizes))] * 2
 
 
-def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_merged(tmp_path):
+def test_adapter_sync_first_bfloat16_step_reaches_sampler_and_is_lost_when_merged(tmp_path):
     path = write_tiny(tmp_path, "qwen3", dtype="bfloat16", std=0.02)
     module = "model.layers.0.self_attn.o_proj"
 
@@ -396,7 +396,7 @@ def lost_by_merging(policy) -> float:
     return float((wrong / right) ** 0.5)
 
 
-def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_path):
+def test_adapter_sync_ten_bfloat16_steps_change_sampler_like_trainer(tmp_path):
     """lr 1e-5, two completions that are rewarded. Compared are the changes of their tokens' log-probs."""
     path = write_tiny(tmp_path, "qwen3", dtype="bfloat16", std=0.02, hidden=256, ffn=256, kv_heads=4, head_dim=64)
     (samples,) = stored_rollout(path, groups=((5, (14, 17)),), stale=0)

@@ -31,7 +31,7 @@ def worst_gap(groups, model) -> float:
     return worst
 
 
-def test_one_rank_two_engines_and_one_engine_of_two_ranks_answer_agents_alike(model_path):
+def test_agents_answers_are_equal_in_each_engine_layout(model_path):
     def body(rank, world_size, tp):
         from megatron_grpo.plugins.environments.agents import AgentSampler
         from megatron_grpo.plugins.environments.trajectory import ChatTemplate

@@ -72,7 +72,7 @@ def save_and_go_on(rank, world_size, folder, layout):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_written_is_the_moment_of_the_save_whatever_trains_meanwhile(tmp_path, name):
+def test_async_save_writes_the_state_at_the_save_despite_later_steps(tmp_path, name):
     world_size, layout = LAYOUTS[name]
     run_ranks(save_after, world_size, tmp_path / "at_once", 2, 0, layout)
     run_ranks(save_and_go_on, world_size, tmp_path / "beside", layout)
@@ -84,7 +84,7 @@ def test_what_is_written_is_the_moment_of_the_save_whatever_trains_meanwhile(tmp
         assert (run_of(tmp_path / "at_once", 2) / file).read_bytes() == (run_of(tmp_path / "beside", 2) / file).read_bytes()
 
 
-def test_a_save_under_way_is_published_between_steps_without_waiting_for_it(tmp_path):
+def test_async_save_is_published_between_steps_without_waiting(tmp_path):
     def save(rank, world_size):
         import time
 
@@ -105,7 +105,7 @@ def test_a_save_under_way_is_published_between_steps_without_waiting_for_it(tmp_
 
 
 @pytest.mark.parametrize("told_by", ["advance", "the next save", "finish"])
-def test_writing_that_fails_beside_the_steps_ends_all_ranks_and_leaves_the_older_checkpoint(tmp_path, told_by):
+def test_async_save_write_error_stops_all_ranks_and_keeps_older_checkpoint(tmp_path, told_by):
     def fill_the_disk(rank, world_size):
         import resource
         import signal
@@ -136,7 +136,7 @@ def test_writing_that_fails_beside_the_steps_ends_all_ranks_and_leaves_the_older
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
-def test_the_bytes_of_replicas_are_written_by_all_of_them_and_none_twice(tmp_path):
+def test_save_splits_replicated_bytes_over_ranks_without_duplicates(tmp_path):
     run_ranks(save_after, 4, tmp_path, 2, 0, {"distributed": False})
     sizes = [path.stat().st_size for path in run_of(tmp_path, 2).glob("__*_0.distcp")]
     run_ranks(save_after, 1, tmp_path / "one", 2, 0, {"distributed": False})
@@ -144,7 +144,7 @@ def test_the_bytes_of_replicas_are_written_by_all_of_them_and_none_twice(tmp_pat
     assert len(sizes) == 4 and sum(sizes) == pytest.approx(whole, rel=0.02) and max(sizes) < 1.2 * whole / 4
 
 
-def test_generators_of_all_ranks_are_in_one_file_and_those_that_are_alike_stand_there_once(tmp_path):
+def test_save_writes_generators_of_all_ranks_to_one_file_and_equal_ones_once(tmp_path):
     def run(rank, world_size):
         import random
 

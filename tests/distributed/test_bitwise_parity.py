@@ -24,7 +24,7 @@ CASES = {  # model, layout, settings
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sampled_scored_and_trained_log_probs_are_one_number(case, tmp_path):
+def test_bitwise_parity_sampled_scored_and_trained_logprobs_are_equal(case, tmp_path):
     model, layout, chosen = CASES[case]
     path = cases.write(tmp_path, model, chosen.get("torch_dtype", "float32"))
     layout = cases.LAYOUTS[layout]
@@ -40,7 +40,7 @@ def assert_exact(of_ranks):
 DENSE = {"qwen3": 2, "qwen2": 1, "llama": 1, "mistral": 1}  # family -> optimizer steps
 
 
-def test_so_they_are_of_every_dense_family_on_one_rank(tmp_path):
+def test_bitwise_parity_each_dense_family_on_one_rank_is_exact(tmp_path):
     paths = [cases.write(tmp_path / name, name) for name in DENSE]
 
     def body(rank, world):
@@ -66,7 +66,7 @@ def an_angle(policy):
     policy.chunks[0].inverse_frequencies[0].mul_(1 + 1e-7)
 
 
-def test_the_smallest_differences_are_seen_and_without_the_setting_there_are_many(tmp_path):
+def test_bitwise_comparison_detects_smallest_differences_and_many_without_the_setting(tmp_path):
     path = cases.write(tmp_path, "qwen3")
 
     def body(rank, world):
@@ -90,7 +90,7 @@ def test_the_smallest_differences_are_seen_and_without_the_setting_there_are_man
         assert not count.is_exact and count.worst < 1e-4, f"{name}: {count}"
 
 
-def test_gradients_are_as_near_to_float64_as_without_it(tmp_path):
+def test_bitwise_parity_gradients_are_as_near_float64_as_without_it(tmp_path):
     model, layout = "MoE", "TP2 ETP2"
     path = write_tiny(tmp_path, **parity.MODELS[model])
     batches = parity.stored_rollout(path, vocab=parity.MODELS[model]["vocab"])
@@ -101,7 +101,7 @@ def test_gradients_are_as_near_to_float64_as_without_it(tmp_path):
         assert found.within(), f"{name}: {found}"
 
 
-def test_a_run_says_that_nothing_differs(tmp_path):
+def test_bitwise_parity_run_reports_no_difference(tmp_path):
     flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"), "--max_steps", "3", "--bitwise_parity", "true")]
     assert run_ranks(train, 1, [*flags, "--export_hf", "false"], timeout=180) == [0]
     differences = [step["sampling/sampling_logp_difference/max"] for step in records(tmp_path / "out" / "metrics.jsonl")]

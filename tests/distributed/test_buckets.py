@@ -148,7 +148,7 @@ def planned(path, model, layout, **changes):
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=[f"{model}, {layout}" for model, layout in CASES])
-def test_every_rank_gets_every_tensor_bit_for_bit_in_the_planned_collectives(models, model, layout):
+def test_weight_stream_gives_each_rank_exact_tensors_in_planned_collectives(models, model, layout):
     ranks = run_ranks(look, cases.LAYOUTS[layout].world_size, str(models(model)), model, layout)
     assert all(plans == planned(models(model), model, layout) for plans in ranks)
 
@@ -174,7 +174,7 @@ def to_the_first(rank, world, path, layout):
     return moved
 
 
-def test_only_the_ranks_of_the_first_pipeline_send_to_rank_0_and_nobody_else_takes_part(models):
+def test_weight_stream_to_rank_0_uses_only_ranks_of_the_first_pipeline(models):
     path, layout = str(models("dense")), "TP2 SP DP2"
     where = cases.LAYOUTS[layout]
     cfg = settings_of("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
@@ -235,12 +235,12 @@ def plan_kinds(rank, world, path, model, layout, modules, tamper=None):
     assert set(all_gather(len(spoken))) == {6}
 
 
-def test_a_stage_without_adapters_plans_with_the_others(models):
+def test_weight_stream_plan_includes_stage_without_adapters(models):
     run_ranks(plan_kinds, 2, str(models("dense")), *IN_ONE_STAGE)
 
 
 @pytest.mark.parametrize(("model", "layout", "modules"), ADAPTED, ids=["a stage without", "an expert rank without"])
-def test_weights_adapters_and_merged_weights_go_side_by_side(models, model, layout, modules):
+def test_weight_stream_weights_adapters_and_merged_weights_are_exact(models, model, layout, modules):
     ranks = run_ranks(push_all_kinds, cases.LAYOUTS[layout].world_size, str(models(model)), model, layout, modules)
     assert all(plan == planned(models(model), model, layout, tuner_type="lora", target_regex=modules)[0] for plan in ranks)
 
@@ -278,7 +278,7 @@ def stop_early(rank, world, path, tamper=None):
     assert rank == 0 or len(holder.found) == 3
 
 
-def test_a_receiver_that_stops_early_leaves_nobody_waiting(models):
+def test_weight_stream_receiver_that_stops_early_blocks_no_rank(models):
     run_ranks(stop_early, 2, str(models("MoE")))
 
 
@@ -318,7 +318,7 @@ def hold_one(rank, world, path, model, layout, tamper=None):
 
 
 @pytest.mark.parametrize("layout", ["EP2", "PP2", "TP2 EP2 ETP1", "PP2 EP2"])
-def test_two_buckets_are_in_memory_and_no_third(models, layout):
+def test_weight_stream_holds_at_most_two_buckets(models, layout):
     run_ranks(hold_one, cases.LAYOUTS[layout].world_size, str(models("MoE")), "MoE", layout)
 
 
@@ -441,11 +441,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("tamper", WRONG, ids=lambda tamper: tamper.__name__.replace("_", " "))
-def test_what_would_be_wrong_in_silence_is_noticed(models, tamper):
+def test_weight_stream_silent_mutation_is_detected(models, tamper):
     body, *where = WRONG[tamper]
     with pytest.raises(RanksFailed):
         run_ranks(body, 2, str(models(where[0] if where else "MoE")), *where, tamper)
 
 
-def test_a_late_arrival_is_waited_for(models):
+def test_weight_stream_waits_for_late_bucket(models):
     run_ranks(look, 2, str(models("MoE")), "MoE", "EP2", arrives_late)

@@ -329,7 +329,7 @@ def copy(saved, tmp_path):
     [(2, {"tp": 2}), (2, {"pp": 2}), (2, {}), (2, {"pp": 2, "vpp": 2}), (4, {"tp": 2})],
     ids=["tp2", "pp2", "dp2", "pp2_vpp2", "tp2_dp2"],
 )
-def test_a_checkpoint_of_one_rank_continues_under_another_layout_to_the_same_weights_and_moments(saved, tmp_path, world_size, layout):
+def test_resume_from_one_rank_in_another_layout_gives_same_weights_and_moments(saved, tmp_path, world_size, layout):
     start_from_two(saved, tmp_path / "source")
     told = run_ranks(resume_and_save, world_size, tmp_path / "source", tmp_path / "new", 2, layout)
     for step in (2, 4):
@@ -343,7 +343,7 @@ def test_a_checkpoint_of_one_rank_continues_under_another_layout_to_the_same_wei
     assert lr == pytest.approx(1e-2 * (1 - 2 / 18))
 
 
-def test_experts_and_their_own_optimizer_continue_under_another_expert_layout(tmp_path):
+def test_resume_experts_in_another_expert_layout_gives_same_weights(tmp_path):
     run_ranks(save_after, 1, tmp_path / "one", 2, 2, {"experts": 4})
     start_from_two(tmp_path / "one", tmp_path / "source")
     run_ranks(resume_and_save, 2, tmp_path / "source", tmp_path / "new", 2, {"experts": 4, "ep": 2})
@@ -357,7 +357,7 @@ def start_from_two(saved, source):
     shutil.copytree(saved, source, ignore=lambda folder, names: {"iter_0000004"} & set(names))
 
 
-def test_a_checkpoint_of_two_tensor_and_data_parallel_ranks_each_continues_on_one(tmp_path):
+def test_resume_from_tp2_dp2_on_one_rank_gives_same_weights(tmp_path):
     run_ranks(save_after, 4, tmp_path / "four", 2, 0, {"tp": 2, "bf16": True})
     run_ranks(resume_and_save, 1, tmp_path / "four", tmp_path / "one", 0, {"bf16": True})
     before, after = tensors_of([run_of(tmp_path / "four", 2), run_of(tmp_path / "one", 2)])
@@ -369,7 +369,7 @@ def test_a_checkpoint_of_two_tensor_and_data_parallel_ranks_each_continues_on_on
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_an_optimizer_that_is_not_distributed_continues_as_if_uninterrupted(tmp_path, bf16):
+def test_resume_without_distributed_optimizer_equals_uninterrupted_run(tmp_path, bf16):
     layout = {"bf16": bf16, "distributed": False}
     run_ranks(save_after, 1, tmp_path / "one", 2, 2, layout)
     start_from_two(tmp_path / "one", tmp_path / "source")
@@ -386,7 +386,7 @@ def test_an_optimizer_that_is_not_distributed_continues_as_if_uninterrupted(tmp_
      {"fused": True, "experts": 4}, {"fused": True, "bf16": True, "distributed": False}],
     ids=["fp32", "bf16", "fp32, whole", "bf16, whole", "experts", "FusedAdam, experts", "FusedAdam, bf16, whole"],
 )  # fmt: skip
-def test_a_run_resumed_after_every_step_is_the_run_that_was_never_stopped(tmp_path, layout):
+def test_resume_after_each_step_equals_uninterrupted_run(tmp_path, layout):
     """The second resume reads what a resumed run has written."""
     run_ranks(save_after, 1, tmp_path / "whole", 3, 0, layout)
     run_ranks(save_after, 1, tmp_path / "one", 1, 0, layout)
@@ -398,7 +398,7 @@ def test_a_run_resumed_after_every_step_is_the_run_that_was_never_stopped(tmp_pa
         assert np.array_equal(before[name], after[name]), name
 
 
-def test_a_run_that_has_taken_no_step_yet_can_be_saved_and_resumed(tmp_path):
+def test_resume_before_the_first_step_works(tmp_path):
     """As when every sample of the first global batch was filtered out."""
     run_ranks(save_after_nothing, 2, tmp_path)
     [(progress, *_)] = run_ranks(resume_and_save, 1, tmp_path, tmp_path / "new", 1, {})
@@ -409,7 +409,7 @@ def save_after_nothing(rank, world_size, folder):
     checkpoints(folder).save(Progress(step=1), Waiting(), Policy(world_size), Prompts())
 
 
-def test_a_content_that_is_known_late_is_recorded_and_a_change_of_it_is_told(tmp_path):
+def test_resume_logs_change_of_a_fingerprint_that_is_known_late(tmp_path):
     """Such as vLLM's model runner, which a resumed run keeps."""
 
     def run(rank, world_size):
@@ -430,13 +430,13 @@ def test_a_content_that_is_known_late_is_recorded_and_a_change_of_it_is_told(tmp
     assert [line for line in told if "runner" in line] == ["Changed since that checkpoint:\n  runner  V1 -> V2"]
 
 
-def test_a_learning_rate_given_on_resume_is_the_one_used(saved, tmp_path):
+def test_resume_uses_the_learning_rate_of_the_new_settings(saved, tmp_path):
     start_from_two(saved, tmp_path / "source")
     [(*_, lr)] = run_ranks(resume_and_save, 1, tmp_path / "source", tmp_path / "new", 2, {"lr": 1e-3})
     assert lr == pytest.approx(1e-3 * (1 - 2 / 18))
 
 
-def test_pending_samples_come_back_bit_for_bit_and_in_order(saved, tmp_path):
+def test_resume_restores_pending_samples_exactly_and_in_order(saved, tmp_path):
     [(_, pending, *_)] = run_ranks(resume_and_save, 1, saved, tmp_path, 0, {})
     assert_same_samples(pending, pending_samples())
 
@@ -480,7 +480,7 @@ def restore_watched(rank, world_size, folder):
     return shown
 
 
-def test_the_display_counts_the_tensors_that_are_restored_up_to_the_last(saved):
+def test_resume_progress_display_counts_all_tensors(saved):
     for shown in run_ranks(restore_watched, 2, saved):
         counts = [re.fullmatch(r"restoring (\d+) of (\d+) tensors", line) for line in shown]
         numbers = [(int(found[1]), int(found[2])) for found in counts if found]
@@ -501,7 +501,7 @@ def flip_a_byte(path):
     (flip_a_byte, "grpo/pending/rank_00000.npz", "has changed"),
     (lambda path: path.write_text(path.read_text()[:40]), "manifest.json", "cannot be read"),
 ], ids=["flipped_bit", "truncated", "missing", "flipped_bit_in_samples", "truncated_manifest"])  # fmt: skip
-def test_damage_is_named_and_the_checkpoint_before_is_used(copy, harm, file, says):
+def test_resume_names_damage_and_uses_the_checkpoint_before(copy, harm, file, says):
     harm(run_of(copy, 4) / file)
     results = run_ranks(restore_only, 2, copy)
     assert [step for step, _ in results] == [2, 2]
@@ -509,28 +509,28 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(copy, harm, file, say
     assert len(warnings) == 1 and file in warnings[0] and says in warnings[0]
 
 
-def test_a_damaged_checkpoint_asked_for_by_name_is_an_error_that_names_the_file(copy):
+def test_resume_from_a_named_damaged_checkpoint_is_an_error_with_the_file(copy):
     flip_a_byte(run_of(copy, 4) / "__0_0.distcp")
     for said, _ in run_ranks(restore_only, 2, copy, str(run_of(copy, 4))):
         assert "iter_0000004/__0_0.distcp has changed" in said
 
 
-def test_only_damaged_checkpoints_are_an_error_and_not_a_fresh_run(copy):
+def test_resume_from_only_damaged_checkpoints_is_an_error(copy):
     for step in (2, 4):
         flip_a_byte(run_of(copy, step) / "__0_0.distcp")
     [(said, _)] = run_ranks(restore_only, 1, copy)
     assert "No usable checkpoint" in said and "iter_0000002" in said and "iter_0000004" in said
 
 
-def test_an_empty_output_dir_is_a_fresh_run(tmp_path):
+def test_resume_from_empty_output_dir_starts_a_new_run(tmp_path):
     assert run_ranks(restore_only, 1, tmp_path)[0][0] == 0
 
 
-def test_the_output_dir_of_another_run_can_be_resumed_from(saved):
+def test_resume_from_output_dir_of_another_run_works(saved):
     assert run_ranks(restore_only, 1, saved / "elsewhere", str(saved))[0][0] == 4
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_its_directory(saved):
+def test_resume_from_checkpoint_of_another_model_is_an_error_with_its_directory(saved):
     def resume_wider(rank, world_size):
         from megatron_grpo.core.base.errors import ConfigError
 
@@ -540,7 +540,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_directory(saved):
     run_ranks(resume_wider, 2)
 
 
-def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_the_older_checkpoint(tmp_path):
+def test_save_write_error_stops_all_ranks_and_keeps_older_checkpoint(tmp_path):
     def fill_the_disk(rank, world_size):
         import resource
         import signal
@@ -562,7 +562,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_the_older_checkpoin
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
-def test_a_first_rank_that_cannot_write_its_small_files_stops_all_ranks_too(tmp_path):
+def test_save_write_error_of_rank_0_stops_all_ranks(tmp_path):
     def fill_the_disk(rank, world_size):
         import resource
         import signal
@@ -593,7 +593,7 @@ def test_saving_starts_no_process(tmp_path):
     assert run_ranks(save, 1) == [""]
 
 
-def test_only_the_newest_checkpoints_are_kept_and_the_pointer_names_the_last(tmp_path):
+def test_save_keeps_newest_checkpoints_and_pointer_names_the_last(tmp_path):
     def save_five(rank, world_size):
         policy, keeper = Policy(world_size), checkpoints(tmp_path, save_steps=2, save_total_limit=2)
         for step in range(1, 9):
@@ -608,7 +608,7 @@ def test_only_the_newest_checkpoints_are_kept_and_the_pointer_names_the_last(tmp
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "8\n"
 
 
-def test_checkpoints_are_marked_once_what_their_weights_sampled_was_trained_and_the_last_such_one_stays(tmp_path):
+def test_save_marks_checkpoint_once_its_samples_are_trained_and_keeps_the_last_marked_one(tmp_path):
     """Saved after steps 1 to 4, of which a step was trained on what version 2 sampled; then the run goes on from 4, and trains."""
 
     def run(rank, world_size):
@@ -632,7 +632,7 @@ def test_checkpoints_are_marked_once_what_their_weights_sampled_was_trained_and_
     assert sorted((tmp_path / "checkpoints").glob("iter_*")) == [second, fourth]
 
 
-def test_a_checkpoint_is_due_when_so_many_seconds_have_passed_since_the_last(tmp_path, monkeypatch):
+def test_save_is_due_after_the_interval_in_seconds(tmp_path, monkeypatch):
     from megatron_grpo.run.checkpoint import saving
 
     now = [100.0]
@@ -649,7 +649,7 @@ def test_a_checkpoint_is_due_when_so_many_seconds_have_passed_since_the_last(tmp
     assert not keeper.is_time()
 
 
-def test_a_manifest_lists_every_file_and_the_version_of_what_is_pending(saved):
+def test_manifest_lists_all_files_and_version_of_pending_samples(saved):
     directory = run_of(saved, 4)
     manifest = json.loads((directory / "manifest.json").read_text())
     files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
@@ -658,7 +658,7 @@ def test_a_manifest_lists_every_file_and_the_version_of_what_is_pending(saved):
     assert all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in manifest["files"].values())
 
 
-def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
+def test_resume_restores_random_generators(tmp_path):
     def draw():
         import random
 
@@ -679,7 +679,7 @@ def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
         assert uninterrupted == resumed
 
 
-def test_a_checkpoint_whose_description_runs_code_is_refused_and_runs_none(copy, tmp_path):
+def test_resume_from_checkpoint_with_code_is_an_error_and_runs_no_code(copy, tmp_path):
     """Whoever can write a checkpoint can write its checksums too."""
     from megatron_grpo.run.checkpoint.manifest import with_digest
     from tests.checkpoint_files import fingerprints

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.ranks import run_ranks
 
 
-def test_an_exchange_reaches_those_it_names_in_the_order_of_the_senders():
+def test_exchange_delivers_to_named_ranks_in_sender_order():
     def body(rank, world_size):
         import numpy as np
 
@@ -23,7 +23,7 @@ def test_an_exchange_reaches_those_it_names_in_the_order_of_the_senders():
     ]
 
 
-def test_gathered_objects_are_each_as_long_as_they_are():
+def test_gather_objects_pads_no_object_to_the_longest():
     """Of one rank 300 kB, of the others a few bytes: nothing is padded to the largest."""
 
     def body(rank, world_size):
@@ -43,7 +43,7 @@ def test_gathered_objects_are_each_as_long_as_they_are():
         assert 307_200 < reduced < 307_200 + 500
 
 
-def test_a_sum_in_place_refuses_what_only_a_copy_of_would_get_it():
+def test_add_in_place_with_non_contiguous_tensor_is_an_error():
     def body(rank, world_size):
         import pytest
         import torch
@@ -58,7 +58,7 @@ def test_a_sum_in_place_refuses_what_only_a_copy_of_would_get_it():
     assert run_ranks(body, 2) == [([[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]], 1.0)] * 2
 
 
-def test_a_process_without_a_job_is_a_job_of_one():
+def test_collectives_without_a_job_are_those_of_one_rank():
     from megatron_grpo.core.parallel import collectives
 
     assert (collectives.rank(), collectives.num_ranks(), collectives.has_job()) == (0, 1, False)

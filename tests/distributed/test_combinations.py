@@ -48,20 +48,20 @@ def errors(stored, layout: str, chosen: Collection[Any], tamper=None, **settings
     return everyone[-1]
 
 
-def test_every_pair_of_choices_equals_float64_however_the_batch_is_cut(stored):
+def test_loss_each_pair_of_settings_equals_float64_for_each_batch_split(stored):
     found = errors(stored, "1", every.every_pair())
     assert len(found.loss) > 40 and not found.beyond()
     assert found.kl_in_reward < 1e-5
 
 
 @pytest.mark.parametrize("layout", THIRDS)
-def test_every_choice_equals_float64_in_every_layout(stored, layout):
+def test_loss_each_setting_equals_float64_in_each_layout(stored, layout):
     found = errors(stored, layout, third(layout))
     assert len(found.loss) > 20 and not found.beyond()
     assert found.kl_in_reward < 1e-5
 
 
-def test_any_two_choices_of_different_kinds_meet_and_the_cuts_take_turns():
+def test_every_pair_covers_all_pairs_of_settings_and_all_batch_splits():
     chosen = every.every_pair()
     for one, two in itertools.combinations(range(4), 2):
         kinds = [every.LOSS_TYPES, every.LEVELS, every.KL_MODES, every.ESTIMATORS]
@@ -97,7 +97,7 @@ def ask_the_policy_for_the_references_log_probs(policy):
 @pytest.mark.parametrize(
     "mistake", [take_each_ranks_own_entropy_threshold, compare_completions_on_one_rank_alone, ask_the_policy_for_the_references_log_probs]
 )
-def test_a_mistake_is_seen(stored, mistake):
+def test_loss_mutation_is_detected(stored, mistake):
     assert errors(stored, "DP2", third("DP2"), mistake).beyond(loss=1e-4, gradient=1e-3)
 
 
@@ -116,7 +116,7 @@ def with_a_teacher(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2", "CP2", "PP2"])
-def test_a_teachers_word_reaches_its_token_where_a_prompt_is_computed_once(with_a_teacher, layout):
+def test_teacher_logprobs_with_shared_prefix_equal_float64(with_a_teacher, layout):
     found = errors(with_a_teacher, layout, TAUGHT, share_prefix="true")
     assert found.loss.keys() == set(TAUGHT) and not found.beyond()
 
@@ -141,6 +141,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_about_the_teacher_is_seen(with_a_teacher, mistake):
+def test_teacher_mutation_is_detected(with_a_teacher, mistake):
     found = errors(with_a_teacher, "1", TAUGHT, change_what_the_teacher_says(MISTAKES[mistake]))
     assert {key[0] for key in found.beyond(gradient=1e-3)} == set(TAUGHT)

@@ -73,7 +73,7 @@ def references(model_path, batches):
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2 VPP2", "CP2", "DP2"])
-def test_rows_of_several_contexts_train_each_context_alone(model_path, batches, references, layout):
+def test_rows_with_several_contexts_equal_float64_of_separate_contexts(model_path, batches, references, layout):
     runs = {key: cases.LOSSES[key[0]] | run for key, run in RUNS.items()}
     found = cases.compare("dense", model_path, cases.LAYOUTS[layout], runs, batches, references)
     assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
@@ -119,7 +119,7 @@ def _like(wrong: Sample, right: Sample) -> Sample:
     return dataclasses.replace(wrong, sampler_logprobs=np.where(wrong.mask, right.sampler_logprobs, 0).astype(np.float32))
 
 
-def test_each_mistake_with_masks_and_contexts_is_another_gradient(model_path, batches, references):
+def test_contexts_mutation_changes_the_gradient(model_path, batches, references):
     [right] = batches
     wrong = mistakes(right)
     runs = {"right": right} | wrong

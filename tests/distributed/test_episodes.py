@@ -207,7 +207,7 @@ def _as_rendered(tokenizer, tokens, mask, record) -> int:
     return len(starts)
 
 
-def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(model_path):
+def test_episode_tokens_equal_transformers_for_each_environment_behavior(model_path):
     def body(rank, world_size):
         from megatron_grpo.plugins.environments.episode_runner import EpisodeSampler
 
@@ -249,7 +249,7 @@ def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(
         assert counted["drawn"] > 100 and (counted["compared"] > 24) == (history == "template")
 
 
-def test_a_loop_that_a_coroutine_holds_and_one_row_that_begins_in_two_ways(model_path):
+def test_episodes_blocked_event_loop_times_out_and_inconsistent_start_is_invalid(model_path):
     def body(rank, world_size):
         from megatron_grpo.plugins.environments.episode_runner import EpisodeSampler
 
@@ -282,7 +282,7 @@ class Delayed(Environment):
         return [{"role": "user", "content": f"again {turn.number}"}], float(turn.number), False
 
 
-def test_one_rank_two_engines_and_one_engine_of_two_ranks_play_the_same_episodes(model_path):
+def test_episodes_are_equal_in_each_engine_layout(model_path):
     def body(rank, world_size, tp):
         from megatron_grpo.plugins.environments.episode_runner import EpisodeSampler
 
@@ -296,7 +296,7 @@ def test_one_rank_two_engines_and_one_engine_of_two_ranks_play_the_same_episodes
         assert not set(first) & set(second) and first | second == alone, tp
 
 
-def test_a_rank_of_an_engine_that_draws_other_tokens_is_caught():
+def test_episodes_different_tokens_on_ranks_of_one_engine_are_an_error():
     from megatron_grpo.core.rollout.turns import follow_engine
 
     class Turns:

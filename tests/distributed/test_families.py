@@ -153,7 +153,7 @@ def score_and_train(rank, world, path, cfg, sequences, batches):
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}, {layout}" for name, layout in CASES])
-def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, name, layout):
+def test_family_logprobs_gradients_and_exports_equal_transformers(prepared, name, layout):
     path, sequences, logprobs, batches, step = prepared(name)
     where = cases.LAYOUTS[layout]
     ranks = run_ranks(score_and_train, where.world_size, path, cases.settings(micro_batch_size=2, **where.settings), sequences, batches)
@@ -190,7 +190,7 @@ READ_AS = {
 }
 
 
-def test_config_json_is_read_as_transformers_reads_it(tmp_path):
+def test_family_config_json_is_read_like_transformers(tmp_path):
     paths, right = {}, {}
     for name, (family, changes) in READ_AS.items():
         paths[name] = write_tiny(tmp_path / name.replace(" ", "_"), family, vocab=125, std=0.15)
@@ -212,7 +212,7 @@ def test_config_json_is_read_as_transformers_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}], ids=lambda rope: rope["rope_type"])
-def test_the_older_spelling_of_rope_scaling_means_the_same(tmp_path, rope):
+def test_family_old_rope_scaling_keys_equal_new_ones(tmp_path, rope):
     path = write_tiny(tmp_path, "llama", rope_parameters={"rope_theta": 2e4, **rope}, std=0.1)
     sequences = sequences_of(path)
     logprobs = wanted(path, sequences)
@@ -226,7 +226,7 @@ def test_the_older_spelling_of_rope_scaling_means_the_same(tmp_path, rope):
 
 
 @pytest.mark.parametrize("name", ["qwen3 tied", "deepseek_v3", "llama with all biases"])
-def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(tmp_path, name):
+def test_family_bfloat16_error_is_that_of_transformers(tmp_path, name):
     family, changes, _ = MODELS[name]
     path = write_tiny(tmp_path, family, layers=4, vocab=125, std=0.1, dtype="bfloat16", **changes)
     sequences = sequences_of(path)
@@ -237,7 +237,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(tmp_path, na
     assert np.median(np.abs(np.concatenate(found) - exact)) < 1.5 * np.median(np.abs(theirs - exact))
 
 
-def test_a_bias_that_no_layer_holds_is_an_error(tmp_path):
+def test_family_bias_without_a_layer_is_an_error(tmp_path):
     path = write_tiny(tmp_path, "llama", attention_bias=True)
 
     def lose(rank, world):

@@ -57,7 +57,7 @@ def exported(policy):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_run_goes_on_under_another_layout_as_if_it_had_not_stopped(tmp_path, family):
+def test_family_resume_in_another_layout_equals_uninterrupted_run(tmp_path, family):
     sizes, first, second = MODELS[family]
     path = write_tiny(tmp_path / "model", family, **{"layers": 2, "vocab": 125, "std": 0.1, **sizes})
     batches = cases.stored_rollout(path, num_steps=2, vocab=125)
@@ -73,7 +73,7 @@ def test_a_run_goes_on_under_another_layout_as_if_it_had_not_stopped(tmp_path, f
 
 
 @pytest.mark.parametrize(("dtype", "more"), [("float32", {}), ("bfloat16", {}), ("bfloat16", LOW)], ids=["float32", "bfloat16", "few bits"])
-def test_a_hybrid_goes_to_another_layout_and_back(tmp_path, dtype, more):
+def test_hybrid_resume_in_another_layout_and_back_is_exact(tmp_path, dtype, more):
     """TP2, TP2 again, CP2, TP2: each begins with the weights that the one before left, bit for bit, and the second as if it were the first.
 
     In a bfloat16 model some weights are float32, in its file too.

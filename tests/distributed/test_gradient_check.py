@@ -93,7 +93,7 @@ def is_no_number(gradient):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models, batches, name):
+def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(models, batches, name):
     """The next step is that of a policy that never saw the spoilt one, and the count of Adam's steps too."""
     family = "qwen3_moe" if "EP" in name else "four layers" if "VPP" in name else "qwen3"
     layout, path, (first, second) = cases.LAYOUTS[name], models[family], batches[family]
@@ -135,7 +135,7 @@ def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models
         assert bad.micro_batch == BAD_MICRO_BATCH and bad.rows == next(row for row in rows if row) and bad.what == ""
 
 
-def test_a_copy_that_the_norm_does_not_count_is_looked_at_all_the_same(models, batches):
+def test_gradient_check_covers_copies_that_the_norm_does_not_count(models, batches):
     """Tensor-parallel ranks have each their copy of a norm's weight, and Megatron-Core counts the first one's."""
     layout, (first, _) = cases.LAYOUTS["TP2"], batches["qwen3"]
 
@@ -149,7 +149,7 @@ def test_a_copy_that_the_norm_does_not_count_is_looked_at_all_the_same(models, b
     assert run_ranks(body, 2) == [(math.inf, (BAD_RANK,), {(BAD_RANK,)})] * 2
 
 
-def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_their_size(models, batches):
+def test_gradient_check_names_rows_with_nan_and_the_size_of_spikes(models, batches):
     """On two data-parallel ranks, two rows a micro-batch: a NaN advantage; a gradient a million times too large; and one NaN, once."""
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
@@ -188,7 +188,7 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
     assert transient.ranks == (BAD_RANK,) and transient.bad_micro_batches == ()
 
 
-def test_weights_that_are_no_numbers_are_named_by_rank(models, batches):
+def test_gradient_check_names_ranks_with_nan_weights(models, batches):
     layout, (first, _) = cases.LAYOUTS["PP2"], batches["four layers"]
 
     def body(rank, world):
@@ -203,7 +203,7 @@ def test_weights_that_are_no_numbers_are_named_by_rank(models, batches):
     assert run_ranks(body, 2) == [(weights, ())] * 2
 
 
-def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches):
+def test_gradient_check_row_with_nan_logprobs_is_not_trained_again(models, batches):
     """Its log-probs are no numbers: of what a refused step was to keep, it is emptied on every rank; the others are anchored."""
     layout, (first, _) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
@@ -240,7 +240,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(overlap_grad_reduce=True, overlap_param_gather=True)], ids=["plain", "overlapped"])
-def test_a_policy_that_is_offloaded_for_the_sampler_is_the_same_after_a_refused_step(models, batches, settings):
+def test_gradient_check_offload_after_refused_step_restores_the_policy(models, batches, settings):
     """What it gives away behind that step comes back as the step found it."""
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 

@@ -58,7 +58,7 @@ def steps(policy, batches, first):
 
 
 @pytest.mark.parametrize("dtype, on_host", [("float32", 1.0), ("bfloat16", 1.0), ("bfloat16", 0.5)])
-def test_a_host_optimizer_trains_as_another_and_goes_on_from_its_checkpoint_as_if_nothing_had_been(tmp_path, dtype, on_host):
+def test_host_optimizer_steps_and_resume_equal_those_of_ordinary_optimizer(tmp_path, dtype, on_host):
     """The part on the GPU counts its steps as Transformer Engine's and Apex's does."""
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
     batches = cases.stored_rollout(path, num_steps=3, vocab=125)
@@ -107,7 +107,7 @@ def bytes_of_tensors() -> int:
 @pytest.mark.parametrize(
     "settings", [{}, {"tuner_type": "lora"}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}], ids=str
 )
-def test_a_build_leaves_no_tensor_to_the_garbage_collector(tmp_path, settings):
+def test_host_optimizer_build_leaves_no_tensor_to_the_garbage_collector(tmp_path, settings):
     """On a GPU it would lie there until the collector happens to run."""
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
     cfg = cases.settings(torch_dtype="bfloat16").with_values(settings)
@@ -140,7 +140,7 @@ class Layer(torch.nn.Linear):
         raise AssertionError("nothing of a checkpoint is unpickled")
 
 
-def test_what_layers_keep_beside_their_weights_is_neither_saved_nor_missed():
+def test_checkpoint_ignores_extra_state_of_layers():
     from megatron_grpo.core.policy.sharded_state import _load_weights
 
     layer = Layer(2, 2)

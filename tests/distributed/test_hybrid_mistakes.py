@@ -80,7 +80,7 @@ def made(tmp_path_factory):
     return path, [rng.integers(0, 125, length + 1).tolist() for length in (1, 24, 5, 2)]
 
 
-def test_each_mistake_in_the_layers_moves_log_probs(made):
+def test_hybrid_layer_mutation_changes_logprobs(made):
     path, sequences = made
 
     def body(rank, world):
@@ -96,7 +96,7 @@ def test_each_mistake_in_the_layers_moves_log_probs(made):
     assert {name: far for name, far in apart.items() if not far > 2e-5} == {}
 
 
-def test_each_mistake_between_ranks_moves_a_gradient(made):
+def test_hybrid_parallel_mutation_changes_a_gradient(made):
     path, _ = made
     batches = cases.stored_rollout(path, vocab=125)
     right, layout = cases.reference(path, cases.settings(), batches), cases.LAYOUTS["TP2 SP"]

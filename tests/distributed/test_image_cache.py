@@ -11,7 +11,7 @@ from tests.seeing import as_bytes, picture
 from tests.unit.data.test_images import EYES, SmallTokenizer, make_image_row
 
 
-def test_rows_that_wait_show_their_pictures_again(tmp_path):
+def test_resume_restores_images_of_pending_rows(tmp_path):
     for number in range(5):
         (tmp_path / f"{number}.png").write_bytes(as_bytes(picture(56 + 28 * number, 60, seed=number)))
     rows = [make_image_row(*[f"{number}.png"] * (1 + number % 2), text="<image>" * (1 + number % 2)) for number in range(5)]

@@ -176,7 +176,7 @@ def traps(engine, model, folder, prompts, sampling):
     return found
 
 
-def test_log_probs_are_those_of_transformers_before_and_after_pushes_of_either_part(told):
+def test_image_logprobs_equal_transformers_before_and_after_syncs_of_each_part(told):
     for name in ("as loaded", "warm", "text alone", "everything", "by the table", "forgotten"):
         assert max(told[name]) < MOST, (name, told[name])
     assert min(told["another model"]) > 0.01  # so the pushes moved something
@@ -184,7 +184,7 @@ def test_log_probs_are_those_of_transformers_before_and_after_pushes_of_either_p
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_push(tmp_path, kind):
+def test_image_logprobs_of_other_families_equal_transformers_before_and_after_a_sync(tmp_path, kind):
     """Measured: 4e-6 nats, 1.1e-5 for the hybrid, 5.2e-5 for the one with experts, and 1 to 2 against the weights before the push."""
 
     def body(rank, world_size):
@@ -209,17 +209,17 @@ def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_pu
     assert min(found["another model"]) > 0.1
 
 
-def test_pictures_that_are_kept_from_an_older_tower_show_in_probes_with_a_picture_and_in_no_other(told):
+def test_image_cache_of_older_tower_is_detected_by_image_probes_only(told):
     """Mutations: the encoder cache is kept; the probes are text alone."""
     drawn, seen, text = told["stale pictures"]
     assert drawn > 0.05 and seen > 0.05 and text < MOST
 
 
-def test_ids_that_are_expanded_twice_and_another_max_pixels_are_sentences(told):
+def test_image_tokens_expanded_twice_or_other_max_pixels_are_errors(told):
     assert "prompt 0 (data-set row 0): vLLM has" in told["traps"]["long ids"]
     assert "max_pixels, min_pixels or the image processor differs" in told["traps"]["max_pixels"]
 
 
-def test_another_image_processor_shows_in_log_probs_alone(told):
+def test_other_image_processor_is_detected_by_logprobs_only(told):
     assert told["traps"]["processor"] == "Qwen2VLImageProcessor"
     assert told["traps"]["torchvision"] > 20 * MOST

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.servers import ASKS, Server
 
 
-def test_a_server_is_sent_files_once_and_sees_what_the_trainer_sees(folder, tmp_path):  # noqa: F811
+def test_server_receives_image_files_once_and_samples_from_the_trainers_images(folder, tmp_path):  # noqa: F811
     server = Server(tmp_path / "server", folder / "model", "--vllm_max_model_len", "192", "--limit_images", "2")
     try:
         server.wait()

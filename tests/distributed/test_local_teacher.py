@@ -106,7 +106,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_its_log_probs_are_transformers_in_every_layout(models, samples, layout):
+def test_local_teacher_logprobs_equal_transformers_in_each_layout(models, samples, layout):
     case, teachers = LAYOUTS[layout]
     ways = [{}, {"offload_teacher_model": True, "share_prefix": "true", "max_tokens_per_micro_batch": 64}]
     of_ranks = run_ranks(scored, case.world_size, models, samples, case.settings, teachers, ways)

@@ -79,13 +79,13 @@ def test_packed_logprobs_equal_transformers(models, sequences, name):
     assert_transformers_agrees(models["qwen3"], sequences, packed)
 
 
-def test_a_vocabulary_shard_without_a_word(models, sequences):
+def test_logprobs_with_a_vocabulary_shard_of_padding_equal_transformers(models, sequences):
     """125 words padded to 256 rows: the second rank holds padding only."""
     layout = cases.Case(2, {cases.TP: 2, "padded_vocab_multiple": 128})
     assert_transformers_agrees(models["qwen3"], sequences, layout)
 
 
-def test_the_head_multiplies_in_float32_where_that_is_asked_for(models, sequences):
+def test_output_layer_multiplies_in_float32_if_set(models, sequences):
     def body(rank, world_size):
         import torch
 

@@ -93,7 +93,7 @@ def test_dense_steps_equal_peft(made, layout):
 
 
 @pytest.mark.parametrize("layout", EXPERTS)
-def test_steps_with_an_adapter_in_each_expert_equal_the_definition(made, layout):
+def test_expert_adapter_steps_equal_float64(made, layout):
     assert_equal(made, "MoE", layout, EXPERTS[layout])
 
 
@@ -247,7 +247,7 @@ MENDED = () if Version(megatron.core.__version__) < Version("0.19") else (megatr
 
 
 @pytest.mark.parametrize("layout", MISTAKES)
-def test_each_mistake_is_seen(made, layout):
+def test_lora_mutation_is_detected(made, layout):
     case, given = cases.LAYOUTS[layout], {}
     for _, model, targets, *_ in MISTAKES[layout]:
         given[model, targets] = made(model, targets)
@@ -288,7 +288,7 @@ def with_dropout(rank, world, path, cfg, batches):
 
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2 SP"])
-def test_dropout_keeps_copies_equal_and_scores_still(made, layout):
+def test_lora_dropout_keeps_replicas_equal_and_scores_deterministic(made, layout):
     path, batches, settings, _ = made("dense", "odd")
     case = cases.LAYOUTS[layout]
     runs = {name: cases.settings(**settings | case.settings | more) for name, more in {

@@ -79,7 +79,7 @@ def use(rank, world, model, cfg, adapters, out):
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2 VPP2"])
-def test_adapters_of_peft_come_in_and_go_out_as_they_are(model, tmp_path, layout):
+def test_peft_adapters_load_and_export_exactly(model, tmp_path, layout):
     adapters = {kind: by_peft(model, tmp_path / "in" / kind, **config) for kind, config in KINDS.items()}
     case = cases.LAYOUTS[layout]
     found = run_ranks(use, case.world_size, model, cases.settings(**case.settings), adapters, tmp_path / "out", timeout=200)[0]
@@ -96,7 +96,7 @@ def test_adapters_of_peft_come_in_and_go_out_as_they_are(model, tmp_path, layout
             assert name not in merged or torch.allclose(tensor, merged[name], atol=1e-6), name
 
 
-def test_transformers_and_peft_load_what_is_written_without_naming_the_base(model, tmp_path):
+def test_exported_adapters_load_in_transformers_and_peft_without_the_base_name(model, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
     adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
@@ -116,8 +116,8 @@ ATTENTION = dict(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj"
 
 
 @pytest.mark.parametrize(("name", "layout"), [("GLM", "TP2 ETP1"), ("gpt-oss", "EP2"), ("OLMo", "PP2"), ("Gemma", "TP2 SP")])
-def test_adapters_of_other_families_come_in_and_go_out_as_they_are(tmp_path, name, layout):
-    """Beside attention; and in dense models beside the MLP. Of experts PEFT's files have other names (`test_what_peft_drops...`)."""
+def test_peft_adapters_of_other_families_load_and_export_exactly(tmp_path, name, layout):
+    """Beside attention; and in dense models beside the MLP. Of experts PEFT's files have other names (`test_export_warns_of_modules_that_peft_drops`)."""
     path, config = write_tiny(tmp_path / "model", **cases.FAMILIES[name]), ATTENTION
     if name not in cases.WITH_EXPERTS:
         config = config | dict(target_modules="all-linear")
@@ -132,7 +132,7 @@ def test_adapters_of_other_families_come_in_and_go_out_as_they_are(tmp_path, nam
     assert worst(logprobs_of(merged), found) < 2e-5
 
 
-def test_merging_files_is_merging_the_policy(model, tmp_path):
+def test_merged_files_equal_the_merged_policy(model, tmp_path):
     from megatron_grpo.run.export import merge_adapter
 
     adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
@@ -142,7 +142,7 @@ def test_merging_files_is_merging_the_policy(model, tmp_path):
     assert ours.keys() == policy.keys() and all(torch.allclose(ours[name], policy[name], atol=1e-7) for name in ours)
 
 
-def test_an_adapter_of_another_base_is_refused(model, tmp_path):
+def test_adapter_of_another_base_is_an_error(model, tmp_path):
     from megatron_grpo.run.export import merge_adapter
 
     run_ranks(use, 1, model, cases.settings(), {"one": by_peft(model, tmp_path / "in", r=2)}, tmp_path / "out")
@@ -174,7 +174,7 @@ def export_and_listen(rank, world, model, adapters, out):
     return heard
 
 
-def test_what_peft_drops_of_an_adapter_without_an_error_is_said_as_it_is_written(tmp_path):
+def test_export_warns_of_modules_that_peft_drops(tmp_path):
     """Beside experts PEFT 0.21 takes gate_proj, up_proj and down_proj of dense layers and shared experts for experts' matrices."""
     model = write_tiny(tmp_path / "model", "deepseek_v3")
     left_out = [f"{where}.{last}_proj" for where in ("layers.0.mlp", "shared_experts") for last in ("gate", "up", "down")]
@@ -208,7 +208,7 @@ def references(rank, world, model, cfg):
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2"])
-def test_the_reference_is_where_the_run_began_unless_another_is_named(model, tmp_path, layout):
+def test_lora_reference_is_the_initial_policy_unless_another_is_named(model, tmp_path, layout):
     case = cases.LAYOUTS[layout]
     start = lora_cases.random_adapter(model, tmp_path / "start")
     sft = by_peft(model, tmp_path / "sft", **KINDS["all-linear, rslora"])
@@ -257,7 +257,7 @@ def third_step(rank, world, model, cfg, batches, directory):
     ("kind", "saved", "resumed"),
     [("dense", "1", ["1", "TP2 SP PP2"]), ("dense", "TP2 SP", ["PP2 VPP2", "DP2"]), ("MoE", "EP2", ["TP2 ETP2", "1"])],
 )
-def test_a_checkpoint_holds_adapters_alone_and_continues_under_any_layout(tmp_path, kind, saved, resumed):
+def test_lora_checkpoint_holds_only_adapters_and_resumes_in_each_layout(tmp_path, kind, saved, resumed):
     model = write_tiny(tmp_path / "model", **cases.MODELS[kind])
     start, batches = lora_cases.random_adapter(model, tmp_path / "start"), cases.stored_rollout(model, num_steps=3, vocab=125)
     words = lora_cases.in_settings(lora_cases.ODD)

@@ -55,7 +55,7 @@ def losses_on(compute_positions, sum_over_context):
     return answers
 
 
-def test_loss_gradients_and_metrics_do_not_depend_on_how_context_parallelism_cuts_sequences():
+def test_loss_gradients_and_metrics_on_two_context_parallel_ranks_equal_one_rank():
     def on_a_rank(rank, world_size):
         import torch.distributed as dist
 

@@ -101,7 +101,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "breaks"), CASES, ids=[f"{name} {dtype}" for name, dtype, _ in CASES])
-def test_training_goes_on_bit_for_bit_and_nothing_is_held_meanwhile(tmp_path, name, dtype, breaks):
+def test_offload_keeps_training_exact_and_frees_all_memory(tmp_path, name, dtype, breaks):
     path, world, settings = offload_cases.read_size_inputs(name, dtype, tmp_path, layers=4 if "VPP" in name else 2)
     for found in run_ranks(offload_cases.differences, world, path, settings, tmp_path, breaks, timeout=120):
         print(found)

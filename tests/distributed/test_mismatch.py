@@ -30,7 +30,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize(("model", "layout"), TAKEN)
-def test_the_hurt_operation_is_named_and_nothing_where_nothing_is(tmp_path, model, layout):
+def test_mismatch_names_the_faulty_operation_and_nothing_without_a_fault(tmp_path, model, layout):
     every = FAULTS + CLEAN
     places = [i for i, one in enumerate(every) if (one.model, one.layout) == (model, layout) and one.what.startswith(TAKEN[model, layout])]
     places += [i for i, one in enumerate(every) if (one.model, one.layout) == (model, layout) and "on rank 1" in one.what]
@@ -45,6 +45,6 @@ def test_the_hurt_operation_is_named_and_nothing_where_nothing_is(tmp_path, mode
     assert all(one == found[0] for one in found)  # all ranks end with the same exit code
 
 
-def test_faults_cover_what_is_promised():
+def test_mismatch_faults_are_distinct_and_use_all_models():
     assert len({one.what for one in FAULTS}) == len(FAULTS) >= 20
     assert {one.model for one in FAULTS + CLEAN} == set(MODELS)

@@ -29,7 +29,7 @@ def environment():
     return env
 
 
-def test_it_is_another_version(environment):
+def test_newer_core_has_another_version(environment):
     code = "import megatron.core; print(megatron.core.__version__)"
     other = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=True)
     import megatron.core
@@ -37,7 +37,7 @@ def test_it_is_another_version(environment):
     assert other.stdout.split()[-1] != megatron.core.__version__
 
 
-def test_the_same_tests_pass_there(environment):
+def test_sampled_tests_pass_on_newer_core(environment):
     names = ("parity", "step_parity", "logprobs", "families", "checkpoint", "router_replay")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     share = [] if os.environ.get("MEGATRON_GRPO_ALL_TESTS") else ["-p", "tests.every_sixth"]

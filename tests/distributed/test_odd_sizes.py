@@ -18,13 +18,13 @@ logging.disable_progress_bar()
 
 
 @pytest.mark.parametrize(("layout", "first"), [("1", 0), ("TP2 SP", 12)])
-def test_odd_sizes_are_refused_or_those_of_transformers(tmp_path, layout, first):
+def test_odd_sizes_are_refused_or_equal_transformers(tmp_path, layout, first):
     found = odd.outcomes(tmp_path, range(first, first + len(FAMILIES)), 0, cases.LAYOUTS[layout])
     wrong = {key: (one.said, changes) for key, (one, changes) in found.items() if one.kind not in ("equal", "refused", "undecided")}
     assert not wrong and len([one for one, _ in found.values() if one.kind == "equal"]) >= 6
 
 
-def test_a_window_that_is_one_too_wide_is_seen(tmp_path):
+def test_odd_sizes_window_mutation_is_detected(tmp_path):
     def widen(policy):
         for chunk in policy.chunks:
             for module in chunk.modules():
@@ -48,7 +48,7 @@ STRETCHED = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
         ("gemma3_text", {"rope_parameters": None, "rope_scaling": STRETCHED}, "truncate is false"),
     ],
 )
-def test_what_would_be_computed_otherwise_than_by_transformers_is_refused(tmp_path, family, changes, words):
+def test_config_json_values_that_are_computed_differently_are_errors(tmp_path, family, changes, words):
     file = write_tiny(tmp_path, family) / "config.json"
     with pytest.raises(ConfigError, match=words):
         ModelShape.from_hf(json.loads(file.read_text()) | changes)

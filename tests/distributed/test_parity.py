@@ -51,7 +51,7 @@ def test_dense_steps_equal_float64(matrix, name):
     assert_equal("dense", matrix, cases.LAYOUTS[name], DENSE.index(name))
 
 
-def test_stages_that_are_laid_out_equal_float64_the_last_of_them_without_a_layer(matrix):
+def test_pipeline_layout_with_an_empty_last_stage_equals_float64(matrix):
     laid_out = {"pipeline_model_parallel_layout": "Et|tt|t|L", "microbatch_group_size_per_vp_stage": 4}
     assert_equal("dense", matrix, cases.Case(2, {cases.PP: 2, cases.VPP: 2, **laid_out}), 0)
 
@@ -90,7 +90,7 @@ def test_odd_shapes_equal_float64(tmp_path, name):
 
 
 @pytest.mark.parametrize(("layout", "quantiles"), [("1", (0.1, 0.2, 0.3, 0.7, 0.8, 0.9)), ("CP3", (0.2, 0.8))], ids=["1", "CP3"])
-def test_first_tokens_of_a_group_train_together_however_the_batch_is_cut(tmp_path, layout, quantiles):
+def test_entropy_threshold_selects_first_tokens_of_a_group_together(tmp_path, layout, quantiles):
     """Their entropies differ by rounding alone, and each quantile here falls on a group's first tokens."""
     path = write_tiny(tmp_path / "model", "qwen3", layers=2, vocab=125, std=0.3)
     batches = cases.stored_rollout(path, vocab=125, groups=((3, (1, 1, 2, 1)), (5, (2, 1, 1, 1))))
@@ -102,7 +102,7 @@ def test_first_tokens_of_a_group_train_together_however_the_batch_is_cut(tmp_pat
 
 
 @pytest.mark.parametrize("layout", ["1", "CP2", "TP2 SP", "PP2 VPP2"])
-def test_short_sequences_and_ranks_without_a_trained_token(tmp_path, layout):
+def test_short_sequences_and_ranks_without_a_trained_token_equal_float64(tmp_path, layout):
     """Two tokens in all: under CP one rank has nothing to train. One completion trains nothing at all."""
     path = write_tiny(tmp_path / "model", "qwen3", layers=4, vocab=125, std=0.1)
     batches = cases.stored_rollout(path, vocab=125, groups=((1, (1, 1)), (1, (2,)), (2, (1,))))
@@ -118,7 +118,7 @@ WITH_EMPTY = ["1", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2", "TP2 SP CP2", "EP2
 
 
 @pytest.mark.parametrize("name", WITH_EMPTY)
-def test_a_micro_batch_without_a_token_trains_nothing(tmp_path, name):
+def test_micro_batches_without_tokens_equal_float64(tmp_path, name):
     layout = cases.LAYOUTS[name]
     model = "MoE" if layout.needs_experts else "dense"
     path = write_tiny(tmp_path / "model", **cases.MODELS[model])
@@ -130,7 +130,7 @@ def test_a_micro_batch_without_a_token_trains_nothing(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["PP2 VPP2", "EP2"])
-def test_a_global_batch_without_a_token_skips_its_step_and_a_sequence_of_one_token_has_no_log_prob(tmp_path, name):
+def test_global_batch_without_tokens_skips_the_step(tmp_path, name):
     layout = cases.LAYOUTS[name]
     model = "MoE" if layout.needs_experts else "dense"
     path = write_tiny(tmp_path / "model", **cases.MODELS[model])

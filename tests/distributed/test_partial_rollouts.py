@@ -124,7 +124,7 @@ def whole_run(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.9, "returns_sampling_mask": True}], ids=["whole vocabulary", "top-k"])
-def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_file_bit_for_bit(model, tmp_path, cut):
+def test_partial_rollout_tokens_equal_their_version_and_resume_is_exact(model, tmp_path, cut):
     def body(rank, world_size):
         from megatron_grpo.core.rollout.engine import PartialCompletion
         from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
@@ -153,7 +153,7 @@ def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_fil
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_two_ranks_interrupt_at_the_same_step_of_their_engines_and_twice_at_the_same(model, tensor_parallel_size):
+def test_partial_rollout_interrupts_ranks_of_an_engine_at_the_same_step(model, tensor_parallel_size):
     def body(rank, world_size):
         engine, states, groups, after = whole_run(model, settings(), rank, world_size, tensor_parallel_size)
         worst = errors(model, states, groups, settings()).max() if groups else 0.0
@@ -186,7 +186,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_shows_in_the_log_probs(model, what):
+def test_partial_rollout_mutation_changes_logprobs(model, what):
     def body(rank, world_size):
         import megatron_grpo.core.rollout.colocated  # noqa: F401 - what is changed must have been imported
 
@@ -198,7 +198,7 @@ def test_a_mistake_shows_in_the_log_probs(model, what):
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_a_part_has_a_seed_of_its_own(model, is_right):
+def test_partial_rollout_parts_have_different_seeds(model, is_right):
     """With the seed of the first part, a part would be sampled from the random numbers of the one before it."""
 
     def body(rank, world_size):
@@ -224,7 +224,7 @@ def test_a_part_has_a_seed_of_its_own(model, is_right):
     assert share > 0.2 if runner == "V1" and not is_right else share < 0.1  # V2 draws by position, with any seed
 
 
-def test_a_stop_string_ends_a_completion_also_where_it_lies_over_an_interruption(model):
+def test_partial_rollout_stop_string_across_an_interruption_ends_the_completion(model):
     """Words are numbers, so a stop string of the end of one and the beginning of the next lies over two tokens. Each part has three."""
 
     def body(rank, world_size):
@@ -250,7 +250,7 @@ def test_a_stop_string_ends_a_completion_also_where_it_lies_over_an_interruption
     run_ranks(body, 1)
 
 
-def test_a_generation_that_is_cancelled_leaves_the_engine_free(model):
+def test_partial_rollout_cancelled_generation_frees_the_engine(model):
     def body(rank, world_size):
         from megatron_grpo.core.base.errors import CancelledError
 

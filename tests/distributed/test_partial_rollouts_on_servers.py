@@ -98,7 +98,7 @@ def live_over_pushes(rank, world, paths, named, out, seconds):
 
 
 @pytest.mark.parametrize(("world", "seconds"), [(1, 0.0), (2, 0.1)])
-def test_each_token_is_of_the_version_it_names_whenever_weights_are_pushed(models, servers, tmp_path, world, seconds):
+def test_server_partial_rollout_tokens_equal_their_version_at_random_syncs(models, servers, tmp_path, world, seconds):
     from transformers import AutoTokenizer
 
     named = named_in(tmp_path / "names", *servers[:2])
@@ -157,7 +157,7 @@ def kill(pids):
 
 
 @pytest.mark.parametrize("moment", ["between interruption and push", "in the push", "after the push"])
-def test_a_server_that_is_killed_at_a_push_costs_at_most_its_tokens_since_then(models, servers, tmp_path, moment):
+def test_server_killed_during_a_sync_loses_at_most_its_tokens_since_then(models, servers, tmp_path, moment):
     place = ["between interruption and push", "in the push", "after the push"].index(moment)
     doomed, last = servers[1 + place], servers[0]
     named = named_in(tmp_path / "names", last, doomed)
@@ -171,7 +171,7 @@ def test_a_server_that_is_killed_at_a_push_costs_at_most_its_tokens_since_then(m
     assert any(1 in versions for _, versions in found.values())
 
 
-def test_abort_answers_with_what_was_sampled_and_the_server_goes_on(models, servers, tmp_path):
+def test_abort_returns_partial_completions_and_server_continues(models, servers, tmp_path):
     server = servers[0]
     named = named_in(tmp_path / "names", server)
     run_ranks(hold, 1, models, named, tmp_path / "out", server.address_file.parent / "claimed", env=ASKS, timeout=240)
@@ -240,7 +240,7 @@ def replace_requests(body, *requests):
     return wire.GenerateRequest(version=body.version, sampling=body.sampling, requests=requests)
 
 
-def test_all_servers_lost_and_one_that_returns_goes_on_from_what_was_kept(models, servers, tmp_path):
+def test_returning_server_continues_kept_completions_after_loss_of_all(models, servers, tmp_path):
     server = servers[0]
     named = named_in(tmp_path / "names", server)
     [(versions, worst)] = run_ranks(lose_all, 1, models, named, tmp_path / "out", server.process.pid, env=ASKS, timeout=240)

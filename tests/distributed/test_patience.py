@@ -10,7 +10,7 @@ from megatron_grpo.core.parallel.state import start
 from tests.ranks import run_ranks
 
 
-def test_ranks_wait_for_a_slow_one_longer_than_a_collective_may_take():
+def test_ranks_wait_for_a_slow_rank_beyond_the_collective_timeout():
     def run(rank, world):
         import datetime
 

@@ -206,7 +206,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_gradients_and_checkpoints_are_equal_to_the_byte_and_the_optimizer_up_to_alignment(tmp_path, name):
+def test_plan_bytes_equal_real_tensors_and_optimizer_up_to_alignment(tmp_path, name):
     world, family, model, layout, settings = CASES[name]
     path = (write_vlm if family in SEE else write_tiny)(tmp_path, family, **model)
     batch = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}

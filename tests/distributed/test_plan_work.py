@@ -95,13 +95,13 @@ def assert_counted(work, run, shape):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_flops_are_those_that_are_counted(model, found, run):
+def test_plan_flops_equal_counted_flops(model, found, run):
     _, shape, tuning, _ = told(model, RUNS[run])
     *_, tokens, trained = found[run]
     assert_counted(count_flops(shape, tuning, tokens, squares=tokens**2, head_positions=trained), found[run], shape)
 
 
-def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(model, found):
+def test_plan_flops_with_shared_prefix_equal_counted_flops(model, found):
     cfg, shape, tuning, sizes = told(model, SHARED)
     step = StepTokens.from_lengths(0.0, sizes, cfg, [(PROMPT, COMPLETION)] * 8)
     *_, tokens, trained = found["shared"]
@@ -111,7 +111,7 @@ def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(mode
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "full"])
-def test_activations_differ_from_full_training_as_they_are_said_to(model, found, run):
+def test_plan_activations_differ_from_full_training_by_planned_bytes(model, found, run):
     def layers_of(which):
         cfg, shape, tuning, sizes = told(model, RUNS[which])
         tokens = found[which][3]
@@ -153,7 +153,7 @@ def counted_rule(rank, world, path):
     return forward.get_total_flops(), backward.get_total_flops(), len(local.positions), len(local.targets)
 
 
-def test_flops_of_the_gated_delta_rule_are_those_that_are_counted(tmp_path):
+def test_plan_flops_of_gated_delta_rule_equal_counted_flops(tmp_path):
     path = write_tiny(tmp_path, **STATES)
     [(forward, backward, tokens, trained)] = run_ranks(counted_rule, 1, str(path))
     shape = ModelShape.from_pretrained(path)

@@ -62,7 +62,7 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_steps_are_those_of_the_ordinary_optimizer_bit_for_bit_in_float32_and_within_their_rounding_in_fewer_bits(models, batches, name):
+def test_precision_aware_steps_equal_ordinary_optimizer_within_rounding(models, batches, name):
     model, world, layout = LAYOUTS[name]
 
     def body(rank, world):
@@ -89,7 +89,7 @@ def test_steps_are_those_of_the_ordinary_optimizer_bit_for_bit_in_float32_and_wi
         assert "fp16 weights" not in told or 0 < told["fp16 weights"][2][0] < 2.0**-11 * 2  # of weights of up to 2
 
 
-def test_state_is_of_the_dtypes_that_were_asked_for_and_a_bfloat16_gradient_is_half_as_large(models, batches):
+def test_precision_aware_state_has_the_set_dtypes(models, batches):
     asked = dict(main_grads_dtype="bf16", main_params_dtype="fp16", exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16")
 
     def body(rank, world):
@@ -107,7 +107,7 @@ def test_state_is_of_the_dtypes_that_were_asked_for_and_a_bfloat16_gradient_is_h
 
 
 @pytest.mark.parametrize("name", ["DP2, overlapped", "TP2 SP", "EP2", "CP2"])
-def test_bfloat16_gradients_are_float32s_within_their_rounding_and_their_norm_is_rounded_to_float32_alone(models, batches, name):
+def test_bfloat16_gradients_equal_float32_within_rounding(models, batches, name):
     model, world, layout = LAYOUTS.get(name, ("dense", 2, {cases.CP: 2}))
 
     def body(rank, world):
@@ -124,7 +124,7 @@ def test_bfloat16_gradients_are_float32s_within_their_rounding_and_their_norm_is
         assert abs(norm / found.grad_norms[0] - 1) < 1e-5 or name == "CP2"
 
 
-def test_a_checkpoint_goes_on_in_another_layout_and_with_other_dtypes_and_without_its_optimizer(models, batches, tmp_path):
+def test_precision_aware_checkpoint_resumes_in_another_layout_with_other_dtypes(models, batches, tmp_path):
     from megatron_grpo.run.checkpoint.distributed import read_sharded
     from tests.checkpoint_files import write_sharded
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_goes_on_in_another_layout_and_with_other_dtypes_and_withou
         assert all(not value.any() for (name, *_), value in found.items() if ".exp_avg" in name)
 
 
-def test_float32_weights_that_go_on_as_fp16_are_on_all_ranks_what_these_round_to(models, batches, tmp_path):
+def test_resume_of_float32_weights_in_fp16_rounds_equally_on_all_ranks(models, batches, tmp_path):
     from megatron_grpo.run.checkpoint.distributed import read_sharded
     from tests.checkpoint_files import write_sharded
 
@@ -204,7 +204,7 @@ def test_float32_weights_that_go_on_as_fp16_are_on_all_ranks_what_these_round_to
     assert said is None and its is None and same(one, other) and not is_same
 
 
-def test_a_replica_check_finds_a_weight_that_is_not_what_is_kept_of_it(models):
+def test_replica_check_detects_a_weight_that_differs_from_its_master_copy(models):
     """Sound runs are checked in tests/end_to_end/test_precision_aware.py."""
 
     def body(rank, world):

@@ -55,5 +55,5 @@ def ranks():
         ),
     ],
 )
-def test_a_difference_is_one_sentence_on_all_ranks_with_a_rank_and_both_values(ranks, case, sentences):
+def test_settings_difference_between_ranks_is_one_error_with_rank_and_values(ranks, case, sentences):
     assert [rank[case] for rank in ranks] == [[f"{sentence} Use the same value on all ranks." for sentence in sentences]] * 3

@@ -15,7 +15,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("settings", "models"), [({}, 1), ({"beta": 0.1}, 2), ({"beta": 0.1, "kl_in_reward": True}, 2)])
-def test_a_reference_is_loaded_for_a_kl_and_for_nothing_else(model, settings, models):
+def test_reference_model_is_loaded_only_for_a_kl(model, settings, models):
     def body(rank, world_size):
         from megatron_grpo.run.assemble import policy as build
 
@@ -43,7 +43,7 @@ def test_a_reference_is_loaded_for_a_kl_and_for_nothing_else(model, settings, mo
 
 
 @pytest.mark.parametrize(("layout", "overlap"), [("TP2 SP", False), ("PP2", False), ("DP2", True)])
-def test_every_weight_of_the_reference_moves_by_alpha_and_the_policy_stays(model, layout, overlap):
+def test_reference_model_sync_moves_each_weight_by_alpha(model, layout, overlap):
     case = cases.LAYOUTS[layout]
     more = {"overlap_grad_reduce": True, "overlap_param_gather": True} if overlap else {}
     (samples,) = cases.stored_rollout(model, vocab=60)
@@ -80,7 +80,7 @@ def test_every_weight_of_the_reference_moves_by_alpha_and_the_policy_stays(model
 
 
 @pytest.mark.parametrize("tuner", ["full", "lora"])
-def test_a_reference_of_its_own_is_the_model_it_is_and_the_policy_the_model_it_was(model, tmp_path, tuner):
+def test_reference_model_from_another_checkpoint_keeps_both_models_exact(model, tmp_path, tuner):
     other = write_tiny(tmp_path, "deepseek_v3", layers=2, vocab=60, hidden=32, ffn=32, seed=5)
     (samples,) = cases.stored_rollout(model, vocab=60)
 

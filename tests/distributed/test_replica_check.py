@@ -41,7 +41,7 @@ def found(models):
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
+def test_replica_check_names_the_fault_and_nothing_before_it(found, name):
     fault, of_ranks = checks.FAULTS[name], found[name]
     assert len(set(of_ranks)) == 1, "all ranks say the same"
     before, after, gap = of_ranks[0]
@@ -53,7 +53,7 @@ def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
         assert fault.says in after.split(";")[0]
 
 
-def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
+def test_replica_check_names_ranks_of_the_differing_copy():
     from megatron_grpo.commands.analysis.replica_check import ReplicaCheckResult, ReplicaMismatch
 
     one = ReplicaMismatch(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
@@ -64,7 +64,7 @@ def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
     ) and finding.endswith("and 2 more")
 
 
-def test_a_weight_that_is_no_number_in_both_precisions_is_for_the_guard(models):
+def test_replica_check_ignores_nan_in_both_precisions(models):
     """As an optimizer leaves it: the bfloat16 weight and its float32 copy are the same, though no NaN equals itself."""
 
     def body(rank, world):

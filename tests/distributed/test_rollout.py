@@ -44,7 +44,7 @@ def tokens_of(groups):
     return [[completion.answer_ids for completion in group.completions] for group in groups]
 
 
-def test_sampled_logprobs_equal_transformers_and_a_run_repeats(model_path):
+def test_rollout_logprobs_equal_transformers_and_repeat(model_path):
     def body(rank, world_size):
         model = load_tiny(model_path)
         with engine_at(model_path, rank, world_size) as engine:
@@ -75,7 +75,7 @@ def test_sampled_logprobs_equal_transformers_and_a_run_repeats(model_path):
     run_ranks(body, 1)
 
 
-def test_the_display_names_the_parts_of_the_start_and_counts_the_weights_that_are_read(model_path):
+def test_engine_start_display_names_phases_and_counts_weights(model_path):
     def body(rank, world_size):
         from megatron_grpo.core.base import activity
         from megatron_grpo.core.rollout import vllm_patches
@@ -98,7 +98,7 @@ def test_the_display_names_the_parts_of_the_start_and_counts_the_weights_that_ar
     assert parts == ["starting vLLM", "starting vLLM: profiling memory", "starting vLLM: compiling, warming up"]
 
 
-def test_where_a_completion_ends_and_what_it_is_drawn_from(model_path):
+def test_rollout_stop_conditions_and_sampling_parameters_are_applied(model_path):
     def body(rank, world_size):
         model = load_tiny(model_path)
         with engine_at(model_path, rank, world_size) as engine:
@@ -135,7 +135,7 @@ def test_where_a_completion_ends_and_what_it_is_drawn_from(model_path):
     run_ranks(body, 1)
 
 
-def test_completions_do_not_depend_on_how_much_fits_at_once(model_path):
+def test_completions_do_not_depend_on_engine_capacity(model_path):
     prompts = [Prompt(number=i, row=i, raw="", token_ids=tuple(4 + (3 * i + k) % 120 for k in range(50)), columns={}) for i in range(100)]
     sampling = SamplingSettings(n=1, max_completion_length=30)
 
@@ -149,7 +149,7 @@ def test_completions_do_not_depend_on_how_much_fits_at_once(model_path):
     assert roomy == tight
 
 
-def test_a_prompt_is_computed_once_for_its_completions_and_every_bit_stays(model_path):
+def test_prompt_is_prefilled_once_per_group_with_equal_bits(model_path):
     """In a cache of 1,000 tokens completions are thrown out and begun again; requests of one completion each share no part of a block."""
     lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 100]
     prompts = [
@@ -183,7 +183,7 @@ def test_a_prompt_is_computed_once_for_its_completions_and_every_bit_stays(model
     run_ranks(lambda *args: body(*args, megabytes=1), 1)
 
 
-def test_engine_at_work_prints_nothing(model_path):
+def test_engine_prints_nothing(model_path):
     def body(rank, world_size):
         from safetensors.torch import load_file
 
@@ -201,7 +201,7 @@ def test_engine_at_work_prints_nothing(model_path):
     assert run_ranks(body, 2) == ["", ""]
 
 
-def test_lengths_that_cannot_fit_are_said_with_their_sum(model_path):
+def test_lengths_that_cannot_fit_are_an_error_with_their_sum(model_path):
     def body(rank, world_size):
         with engine_at(model_path, rank, world_size, max_model_len=24) as engine:
             with pytest.raises(
@@ -222,7 +222,7 @@ def test_lengths_that_cannot_fit_are_said_with_their_sum(model_path):
     run_ranks(body, 1)
 
 
-def test_groups_do_not_depend_on_the_layout_and_the_trainers_groups_outlive_the_engine(model_path):
+def test_rollout_groups_are_equal_in_each_layout_and_close_keeps_process_groups(model_path):
     def body(rank, world_size, tp):
         torch.manual_seed(100 + rank)  # trainers seed their ranks differently
         mine = dist.new_group([rank]) if world_size == 1 else dist.new_group(list(range(world_size)))
@@ -246,7 +246,7 @@ def test_groups_do_not_depend_on_the_layout_and_the_trainers_groups_outlive_the_
                 assert tokens == other_tokens and abs(logprobs - other_logprobs).max() < 1e-4
 
 
-def test_ranks_of_one_engine_that_draw_different_tokens_are_caught(model_path):
+def test_different_tokens_on_ranks_of_one_engine_are_an_error(model_path):
     def body(rank, world_size):
         torch.manual_seed(100 + rank)
         with engine_at(model_path, rank, world_size, tp=2) as engine:
@@ -262,7 +262,7 @@ def test_ranks_of_one_engine_that_draw_different_tokens_are_caught(model_path):
     assert len(first) + len(second) == len(PROMPTS)
 
 
-def test_ranks_that_ask_for_different_prompts_are_caught(model_path):
+def test_different_prompts_on_ranks_of_one_engine_are_an_error(model_path):
     def body(rank, world_size):
         with (
             engine_at(model_path, rank, world_size) as engine,
@@ -273,7 +273,7 @@ def test_ranks_that_ask_for_different_prompts_are_caught(model_path):
     run_ranks(body, 2)
 
 
-def test_killed_job_leaves_no_shared_memory_and_left_over_segments_do_not_block_a_start(model_path):
+def test_killed_job_leaves_no_shared_memory_and_stale_segments_do_not_block_a_start(model_path):
     before = set(glob.glob("/dev/shm/*"))
 
     def killed(rank, world_size):
@@ -299,7 +299,7 @@ def test_killed_job_leaves_no_shared_memory_and_left_over_segments_do_not_block_
     assert [path for path in set(glob.glob("/dev/shm/*")) - before if "megatron-grpo" in path] == []
 
 
-def test_what_is_passed_on_reaches_vllm(model_path):
+def test_vllm_arguments_reach_vllm(model_path):
     def body(rank, world_size):
         from dataclasses import replace
 

@@ -165,7 +165,7 @@ def sample_inside(rank, world, path):
 TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
 
 
-def test_one_server_two_servers_and_an_engine_inside_the_ranks_draw_the_same_tokens(models, servers, tmp_path):
+def test_servers_and_colocated_engine_sample_equal_tokens(models, servers, tmp_path):
     inside = [[by_number([part]) for part in run_ranks(sample_inside, 1, path)[0]] for path in models]
     for number, (layout, used) in enumerate([(TP2, servers[:1]), (PP2, servers[:2])]):
         named = named_in(tmp_path / "names", *used)
@@ -190,7 +190,7 @@ def push_adapters(rank, world, path, named, out, alone):
     return moved.num_tensors
 
 
-def test_adapters_travel_by_the_same_link_alone_or_merged(models, servers, tmp_path):
+def test_server_adapter_sync_alone_and_merged_is_verified(models, servers, tmp_path):
     named = named_in(tmp_path / "names", *servers[:2])
     alone, merged = (
         run_ranks(push_adapters, 2, models[0], named, tmp_path / str(way), way, env=ASKS, timeout=180)[0] for way in (True, False)
@@ -323,7 +323,7 @@ def worst_gap_of_contexts(groups, path):
 
 
 @pytest.mark.parametrize("what", ["episodes", "agents"])
-def test_episodes_are_the_same_on_servers_and_one_that_is_lost_costs_its_open_turns_alone(models, servers, tmp_path, what):
+def test_server_episodes_equal_colocated_and_lost_server_repeats_only_open_turns(models, servers, tmp_path, what):
     from tests.agents import turns_of
 
     how = (play_on, played) if what == "episodes" else (agents_on, turns_of)
@@ -404,7 +404,7 @@ def same_run(found, right):
     assert all(np.allclose(found[2][name], tensor, atol=1e-6) for name, tensor in right[2].items())
 
 
-def test_a_run_on_servers_is_the_run_with_vllm_inside(inputs, inside, servers, tmp_path):
+def test_run_on_servers_equals_colocated_run(inputs, inside, servers, tmp_path):
     named = named_in(tmp_path / "names", *servers[:2])
     flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(tmp_path / "run")]
     assert run_ranks(run_of, 2, flags, env=ASKS, timeout=180) == [0, 0]
@@ -434,7 +434,7 @@ def push_wrong_tensors(rank, world, path, named, out):
         assert weight_sync.sync_weights(3).logp_difference_max < 1e-4
 
 
-def test_what_is_wrong_with_a_push_is_said_with_the_servers_names(models, servers, tmp_path):
+def test_server_sync_error_names_tensor_and_server(models, servers, tmp_path):
     run_ranks(push_wrong_tensors, 1, models[0], named_in(tmp_path / "names", *servers[:2]), tmp_path / "run", env=ASKS, timeout=120)
 
 
@@ -457,7 +457,7 @@ def take_over(rank, world, path, named, out):
             assert second.generate(prompts(2), sampling(), seed=SEED)
 
 
-def test_one_run_has_a_server_and_its_latest_process_is_that_run(models, servers, tmp_path):
+def test_server_belongs_to_one_run_and_its_latest_process(models, servers, tmp_path):
     run_ranks(take_over, 1, models[0], named_in(tmp_path / "names", servers[0]), tmp_path / "run", env=ASKS, timeout=120)
 
 
@@ -514,7 +514,7 @@ def whole(models, servers, tmp_path_factory):
     return by_number(run_ranks(ask_all, 2, models[0], named_in(folder / "names", servers[0]), folder / "run", env=ASKS, timeout=120))
 
 
-def test_a_server_that_stands_still_loses_no_prompt_and_is_used_again_when_it_thaws(models, servers, tmp_path, whole):
+def test_frozen_server_loses_no_prompt_and_is_used_again(models, servers, tmp_path, whole):
     named = named_in(tmp_path / "names", *servers[:2])
     ranks = run_ranks(freeze, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ASKS, timeout=180)
     assert by_number(ranks) == whole
@@ -547,7 +547,7 @@ def die_in_a_push(rank, world, path, named, out, pid):
         return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
 
 
-def test_a_server_killed_in_a_push_costs_that_push_alone(models, servers, tmp_path, whole):
+def test_server_killed_in_a_sync_costs_only_that_sync(models, servers, tmp_path, whole):
     named = named_in(tmp_path / "names", *servers[:2])
     ranks = run_ranks(die_in_a_push, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ASKS, timeout=180)
     assert by_number(ranks) == whole and servers[1].has_left_nothing()
@@ -572,7 +572,7 @@ def lose_all(rank, world, path, named, out, pid, address):
         return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
 
 
-def test_when_the_last_server_dies_another_one_goes_on_with_the_same_question(models, servers, tmp_path, whole):
+def test_new_server_continues_the_rollout_of_the_last_killed_server(models, servers, tmp_path, whole):
     named = named_in(tmp_path / "names", servers[0])
     ranks = run_ranks(
         lose_all, 2, models[0], named, tmp_path / "run", servers[0].process.pid, servers[2].address_file, env=ASKS, timeout=180
@@ -583,7 +583,7 @@ def test_when_the_last_server_dies_another_one_goes_on_with_the_same_question(mo
 # ---- nothing comes back ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_servers_have_all_gone_is_saved_and_resumes_as_if_nothing_had_been(inputs, inside, servers, tmp_path):
+def test_run_without_servers_is_saved_and_resumes_exactly(inputs, inside, servers, tmp_path):
     out, pid, metrics = tmp_path / "run", servers[2].process.pid, tmp_path / "run" / "metrics.jsonl"
     named = named_in(tmp_path / "names", servers[2])
     flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(out)]

@@ -66,7 +66,7 @@ def own_routes(model, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("model", "layout"), [("MLA", "TP2 SP"), ("MoE", "PP2 VPP2"), ("MLA", "CP2")])
-def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made, model, layout):
+def test_router_replay_r2_records_experts_and_replay_changes_nothing(made, model, layout):
     path, _, _ = made(model)
     layout = cases.LAYOUTS[layout]
 
@@ -103,7 +103,7 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
         assert free["routing/replayed"] == 0 and "routing/agreement" not in free
 
 
-def test_log_probs_of_policy_and_anchors_replay_and_those_of_the_reference_do_not(made):
+def test_router_replay_applies_to_policy_and_old_logprobs_but_not_reference(made):
     path, [samples], _ = made("MoE")
 
     def body(rank, world):
@@ -151,7 +151,7 @@ def sampled(rank, world, path, *, dtype, tp=1):
     return once, again
 
 
-def test_vllm_tells_the_experts_it_took_on_a_cpu_and_in_every_rank_of_an_engine(tmp_path):
+def test_vllm_returns_experts_on_cpu_on_each_rank_of_an_engine(tmp_path):
     """In float32 they are those that transformers takes; the second layer of the model has none."""
     path = write_tiny(tmp_path / "model", "qwen3_moe", layers=3, experts=8, mlp_only_layers=[1])
 
@@ -170,7 +170,7 @@ def test_vllm_tells_the_experts_it_took_on_a_cpu_and_in_every_rank_of_an_engine(
     assert sorted(number for numbers in run_ranks(body, 2, timeout=120) for number in numbers) == [0, 1, 2]
 
 
-def test_replay_brings_the_trainer_nearer_to_the_sampler_in_bfloat16(tmp_path):
+def test_router_replay_reduces_bfloat16_mismatch(tmp_path):
     path = write_tiny(tmp_path / "model", "qwen3_moe", layers=4, experts=32, ffn=32, std=0.1)
 
     def body(rank, world):
@@ -303,7 +303,7 @@ MISTAKES = {
                               "the latest micro-batch": latest_micro_batch_recomputed}),
     ("CP2", {}, {"without alignment": lambda: experts_otherwise(without_alignment)}),
 ], ids=["1", "PP2 VPP2", "CP2"])  # fmt: skip
-def test_a_mistake_of_replay_is_seen(made, layout, more, mistakes):
+def test_router_replay_mutation_is_detected(made, layout, more, mistakes):
     path, batches, right = made("MoE")
     case = cases.LAYOUTS[layout]
     cfg = cases.settings(**cases.MODEL_SETTINGS["MoE"], **(dict(micro_batch_size=4) | REPLAYED | case.settings | more))

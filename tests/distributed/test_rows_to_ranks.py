@@ -95,7 +95,7 @@ def deliver_answers(rank, world, path, groups, length):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_is_sent_the_tokens_that_it_judges_or_trains_and_no_others(tmp_path, world):
+def test_ranks_receive_only_tokens_that_they_score_or_train(tmp_path, world):
     groups, length = 16, 400
     ranks = run_ranks(deliver_answers, world, write_tiny(tmp_path, layers=1), groups, length)
     own = groups * N * length // world  # tokens of a rank

@@ -76,7 +76,7 @@ def rows_of(pending) -> list[int]:
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (4, {"tp": 2}), (4, {"pp": 2})])
-def test_every_row_is_with_all_ranks_of_one_share_and_with_no_other(world, layout):
+def test_sample_buffer_row_is_on_all_ranks_of_one_dp_rank_only(world, layout):
     def body(rank, world_size):
         pending, _ = start(rank, world_size, **layout)
         assert pending.rows.keys == [(0, row) for row in range(ROWS)]
@@ -93,7 +93,7 @@ def test_every_row_is_with_all_ranks_of_one_share_and_with_no_other(world, layou
 
 
 @pytest.mark.parametrize("max_tokens", [None, 14])
-def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_tokens):
+def test_sample_buffer_batch_has_local_rows_with_weights_of_the_whole_step(max_tokens):
     def body(rank, world_size):
         from megatron_grpo.core.parallel import collectives
 
@@ -120,7 +120,7 @@ def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_toke
     assert (sorted(first) == before) == (max_tokens is None), "a token budget sends rows to other shares, and nothing else does"
 
 
-def test_staleness_by_token_is_reported_with_partial_rollouts_also_if_each_row_has_one_version():
+def test_sample_buffer_reports_token_staleness_with_partial_rollouts():
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
         pending = pending.with_old_logprobs(Scorer(), step(2, (), cut, old_logprob_slices=[(0, number) for number in range(8)]))
@@ -135,7 +135,7 @@ def test_staleness_by_token_is_reported_with_partial_rollouts_also_if_each_row_h
     assert found == [({"staleness/tokens/mean": 2.0, "staleness/tokens/max": 2, "staleness/versions_per_row": 1.0}, whole), ({}, [])]
 
 
-def test_a_row_that_two_passes_of_a_step_train_is_on_every_rank_that_trains_it_and_waits_on_one():
+def test_sample_buffer_row_of_two_passes_is_on_each_training_rank_and_pending_on_one():
     def body(rank, world_size):
         pending, cut = start(rank, world_size, max_tokens=14)
         pending, batch = pending.batch(step(0, (0, 1, 2, 3, 0), cut), token_weight_fn=token_weight_fn)
@@ -146,7 +146,7 @@ def test_a_row_that_two_passes_of_a_step_train_is_on_every_rank_that_trains_it_a
     assert sorted(row for waiting, _ in found for row in waiting) == list(range(ROWS))
 
 
-def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whole_share():
+def test_sample_buffer_old_logprobs_reach_all_ranks_of_the_dp_rank():
     def body(rank, world_size):
         from megatron_grpo.core.types import SampleWithOldLogprobs
 
@@ -177,7 +177,7 @@ LEFT_OUT = {"row 0 to 3": frozenset({"zero_std"}), "those and row 5": frozenset(
 
 @pytest.mark.parametrize("max_tokens", [None, 14])
 @pytest.mark.parametrize("which", LEFT_OUT)
-def test_rows_without_a_gradient_are_counted_and_saved_but_neither_scored_nor_computed(which, max_tokens):
+def test_sample_buffer_rows_without_a_gradient_are_counted_but_not_computed(which, max_tokens):
     """On two ranks. A row that fills a micro-batch has no trained token."""
 
     def body(rank, world_size):
@@ -222,7 +222,7 @@ def test_rows_without_a_gradient_are_counted_and_saved_but_neither_scored_nor_co
     assert counts == {(ROWS, ROWS - len(gone))}, "of the whole step, without what fills a micro-batch"
 
 
-def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_the_others_were_scored():
+def test_sample_buffer_shared_prefix_uses_experts_of_the_first_row():
     """Every micro-batch names other experts. Both ranks score rows of the one group."""
 
     def body(rank, world_size):
@@ -246,7 +246,7 @@ def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_th
             assert all(expert // 10 == rank for expert in experts[2:-1]) and experts[-1] == -1
 
 
-def test_what_contradicts_the_timetable_is_an_error():
+def test_sample_buffer_contradiction_to_schedule_is_an_error():
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
         with pytest.raises(

@@ -32,7 +32,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2 SP", "CP2", "PP2"])
-def test_steps_over_kept_words_equal_float64(made, layout):
+def test_sampling_mask_steps_equal_float64(made, layout):
     """With entropy's gradient, and with gradients that are made in the forward; each prompt computed once, and apart."""
     path, batches, losses, right = made
     shared = dict(max_tokens_per_micro_batch=32, **cases.SHARED)
@@ -50,7 +50,7 @@ def a_token_late(kept):
 
 
 @pytest.mark.parametrize("mistake", [unfiltered, a_token_late])
-def test_a_mistake_of_kept_words_is_seen(made, mistake):
+def test_sampling_mask_mutation_is_detected(made, mistake):
     path, batches, losses, right = made
     cfg = cases.settings(**losses["cispo"], micro_batch_size=4)
 
@@ -67,7 +67,7 @@ def test_a_mistake_of_kept_words_is_seen(made, mistake):
     assert cases.distance(found, right["cispo"]).gradient > 0.01
 
 
-def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
+def test_sampling_mask_sampler_and_trainer_logprobs_agree(tmp_path):
     """As near as without a cut, where each is the log of a probability among all words. What is left is what transformers' logits say."""
     path = write_tiny(tmp_path / "model", vocab=700, layers=2, std=0.1)
 

@@ -47,7 +47,7 @@ def made(tmp_path_factory):
     ("Qwen3.5", "TP2 SP CP2", {}),
     ("Qwen3.5", "PP2 VPP2", RECOMPUTED),
 ], ids=str)  # fmt: skip
-def test_steps_that_compute_prompts_once_equal_float64(made, model, layout, more):
+def test_shared_prefix_steps_equal_float64(made, model, layout, more):
     path, batches, losses = made(model)
     layout = cases.LAYOUTS[layout]
     chosen = [key for key in RUNS if cases.is_legal(layout, cases.SHARED_CUTS[key[1]], cases.SHARED_ROWS)]
@@ -57,7 +57,7 @@ def test_steps_that_compute_prompts_once_equal_float64(made, model, layout, more
 
 
 @pytest.mark.parametrize(("model", "layout"), [("dense", "1"), ("MLA", "CP2")])
-def test_old_and_reference_log_probs_and_the_loss_are_those_of_the_unshared_run(made, model, layout):
+def test_shared_prefix_logprobs_and_loss_equal_unshared_run(made, model, layout):
     path, batches, _ = made(model)
     layout = cases.LAYOUTS[layout]
 
@@ -87,7 +87,7 @@ def test_old_and_reference_log_probs_and_the_loss_are_those_of_the_unshared_run(
         assert {name: metrics[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6)
 
 
-def test_adapters_train_alike_where_prompts_are_computed_once(made, tmp_path):
+def test_shared_prefix_lora_steps_equal_peft(made, tmp_path):
     """Against PEFT in float64; the reference of the KL is the policy with the adapter that the run began with."""
     path, batches, _ = made("dense")
     adapter = lora_cases.random_adapter(path, tmp_path / "adapter")
@@ -329,24 +329,24 @@ def assert_seen(found: dict[str, cases.Distance]) -> None:
 SHARED = dict(beta=0.05, max_tokens_per_micro_batch=96, **cases.SHARED)
 
 
-def test_a_mistake_of_sharing_is_seen(made):
+def test_shared_prefix_mutation_is_detected(made):
     path, batches, _ = made("dense")
     assert_seen(distances(path, batches[:1], SHARED, MISTAKES))
 
 
-def test_padding_that_children_see_is_seen(made):
+def test_shared_prefix_visible_padding_is_detected(made):
     path, batches, _ = made("dense")
     mistakes = {"nothing": contextlib.nullcontext, "padding": lambda: collated_otherwise(padding_of_a_parent_seen)}
     assert_seen(distances(path, batches[:1], SHARED, mistakes, "CP2"))
 
 
-def test_a_z_loss_that_counts_a_shared_token_once_is_seen(made):
+def test_shared_prefix_z_loss_mutation_is_detected(made):
     path, batches, _ = made("MoE")
     mistakes = {"nothing": contextlib.nullcontext, "once": z_loss_counts_once, "over computed tokens": z_loss_over_computed_tokens}
     assert_seen(distances(path, batches[:1], SHARED | cases.MODEL_SETTINGS["MoE"], mistakes))
 
 
-def test_a_group_told_by_its_number_alone_is_seen(made):
+def test_shared_prefix_grouping_by_number_only_is_detected(made):
     """One row of each group has another second token: a date, or a picture."""
     path, batches, _ = made("dense")
     changed = []

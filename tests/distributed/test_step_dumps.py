@@ -56,7 +56,7 @@ def run(path, batches, folder, settings, *, poison=None, spoil=None, check=0, fl
 
 
 @pytest.mark.parametrize("settings", [{}, {TP: 2}], ids=["DP2", "TP2"])
-def test_an_advantage_that_is_no_number_is_named_by_a_replay_on_one_rank(dense, batches, tmp_path, settings):
+def test_replay_on_one_rank_names_nan_advantage(dense, batches, tmp_path, settings):
     ranks, found, replays = run(dense, batches, tmp_path, settings, poison={5: dict(advantage=math.nan)})
     [path], [(code, told)] = found, replays
     assert path.name == "step_000002_not_finite" and code == 0
@@ -133,7 +133,7 @@ def step_dump(dense, batches, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_step_dump_that_is_not_whole_is_refused(step_dump, tmp_path, name):
+def test_replay_of_incomplete_step_dump_is_an_error(step_dump, tmp_path, name):
     change, flags, said = SPOILED[name]
     path = shutil.copytree(step_dump, tmp_path / "step_000001_not_finite")
     change(path)
@@ -141,7 +141,7 @@ def test_a_step_dump_that_is_not_whole_is_refused(step_dump, tmp_path, name):
     assert code == 2 and said in " ".join(text.split()) and "Traceback" not in text, text
 
 
-def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batches, tmp_path):
+def test_step_dump_full_disk_blocks_no_rank(dense, batches, tmp_path):
     cfg = cases.settings(logprob_diff_warn=100.0)
     write_text = Path.write_text
 
@@ -163,7 +163,7 @@ def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_weight_that_became_infinite_is_named(dense, batches, tmp_path):
+def test_replay_names_infinite_weight(dense, batches, tmp_path):
     def spoil(policy):  # each rank has a shard of its own, so nobody has another copy to compare with
         policy.tensors()["decoder.layers.0.mlp.linear_fc2.weight"].data[3, 2] = math.inf
 
@@ -175,7 +175,7 @@ def test_a_weight_that_became_infinite_is_named(dense, batches, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{TP: 2, SP: True}, dict(torch_dtype="bfloat16")], ids=["TP2 SP", "DP2 bfloat16"])
-def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tmp_path, settings):
+def test_replay_names_flipped_bit(dense, batches, tmp_path, settings):
     def spoil(policy):
         kept.flip(policy.tensors()[NORM], 7, 5)
 
@@ -193,7 +193,7 @@ def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tm
         assert [copy["rank"] for copy in told["copies"]] == [0, 1] and all(np.isfinite(copy["loss"]) for copy in told["copies"])
 
 
-def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batches, tmp_path):
+def test_replay_of_dump_without_lost_rank_needs_all_rows(dense, batches, tmp_path):
     """Two data-parallel ranks that hang before their gradient is summed; then the rows of one of them are gone."""
     cfg = cases.settings(logprob_diff_warn=100.0)
 
@@ -230,7 +230,7 @@ TAUGHT = dict(teacher_model_server=["http://teacher:8000"], teacher_kl_coef=0.7)
 @pytest.mark.parametrize(
     "more", [{}, dict(tuner_type="lora", lora_rank=4), TAUGHT], ids=["full", "lora", "kept words and a teacher's log-probs"]
 )
-def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches, tmp_path, more):
+def test_replay_of_clean_step_repeats_figures_in_other_layouts(dense, batches, tmp_path, more):
     """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
     if more is TAUGHT:
         batches = [[taught(row) for row in cases.with_kept(dense, rows, vocab=125)] for rows in batches]

@@ -33,7 +33,7 @@ def one_rank(dense, batches):
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["1", "TP2", "PP2", "DP2"])
-def test_loss_and_gradient_norm_do_not_depend_on_layout_or_micro_batch_size(dense, batches, one_rank, name, micro_batch_size):
+def test_step_loss_and_gradient_norm_are_equal_in_each_layout_and_micro_batch_size(dense, batches, one_rank, name, micro_batch_size):
     found = step(dense, batches, name, micro_batch_size)
     assert found.losses[0] == pytest.approx(one_rank.losses[0], rel=1e-5)
     assert found.grad_norms[0] == pytest.approx(one_rank.grad_norms[0], rel=1e-5)
@@ -53,7 +53,7 @@ def padded(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["1", "TP2", "TP2 SP", "PP2", "CP2"])
-def test_the_embedding_of_the_padding_token_has_no_gradient_as_in_transformers(padded, name):
+def test_step_padding_embedding_has_no_gradient(padded, name):
     """A norm of zeros has a huge derivative: with it the clipped step would be nearly 0. A tied head still trains the row."""
     path, batches, right = padded
     found = step(path, batches, name)
@@ -146,7 +146,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "mistake", "settings"), MISTAKES, ids=[mistake.__name__ for _, mistake, _ in MISTAKES])
-def test_a_mistake_in_the_gradient_is_seen(dense, batches, one_rank, name, mistake, settings):
+def test_step_gradient_mutation_is_detected(dense, batches, one_rank, name, mistake, settings):
     right = step(dense, batches, **settings) if settings else one_rank
     wrong = cases.distance(step(dense, batches, name, tamper=mistake, **settings), right)
     assert not wrong.within(loss=1e-3, gradient=1e-3, weight=1e-3)

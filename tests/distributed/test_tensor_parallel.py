@@ -19,10 +19,10 @@ def gradient(rank: int, world: int) -> tuple[list, list, bool]:
     return found[0], found[1], torch.equal(weight, torch.arange(6.0).reshape(2, 3) * (rank + 1))
 
 
-def test_a_gradient_is_summed_over_ranks_also_where_it_is_transposed():
+def test_gradient_sum_over_ranks_with_transposed_tensor_is_exact():
     summed = [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]  # (1 + 2) times 0..5
     assert run_ranks(gradient, 2) == [(summed, summed, True)] * 2
 
 
-def test_one_rank_alone_has_nothing_to_sum():
+def test_gradient_sum_on_one_rank_is_the_identity():
     assert run_ranks(gradient, 1) == [([[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]], True)]

@@ -59,7 +59,7 @@ def test_bfloat16_gradients_are_summed_over_ranks_in_float32(dense, sharded):
 
 @pytest.mark.parametrize("name", ["1", "PP2"])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_weights_and_moments_as_they_were(dense, batches, name, wrong):
+def test_train_step_with_nonfinite_loss_changes_no_weights_or_moments(dense, batches, name, wrong):
     layout = cases.LAYOUTS[name]
 
     def body(rank, world):
@@ -82,7 +82,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_weights_and_moments
 
 
 @pytest.mark.parametrize("name", ["PP2", "TP2 SP"])
-def test_the_head_computes_logits_once_where_the_loss_of_a_token_is_its_own(dense, batches, name):
+def test_train_step_computes_logits_once_for_token_losses(dense, batches, name):
     """What its gradients are is held against float64 elsewhere; a slope that is never right would only be slow."""
     layout = cases.LAYOUTS[name]
     losses = {"grpo": dict(beta=0.05, log_entropy=True), "adapters": dict(tuner_type="lora"), "GSPO": cases.LOSSES["GSPO"]}
@@ -116,7 +116,7 @@ def without_a_trained_token(policy, batch):
 
 @pytest.mark.parametrize("skipped", [refused_by_a_guard, without_a_trained_token])
 @pytest.mark.parametrize("name", ["1", "DP2"])
-def test_a_step_that_is_skipped_leaves_no_trace(dense, batches, name, skipped):
+def test_train_step_skipped_changes_no_state(dense, batches, name, skipped):
     """Not in the weights (decay would move them without a gradient), not in the moments, and not in the step after it."""
     layout = cases.LAYOUTS[name]
 
@@ -147,7 +147,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(dense, batches, name, skipped):
     ],
     ids=str,
 )
-def test_the_optimizer_acts_with_the_rate_that_is_logged_and_both_are_the_closed_formula(dense, batches, shape):
+def test_train_step_logged_learning_rate_is_used_and_equals_formula(dense, batches, shape):
     """Also after a step that was refused: rates belong to steps, whatever the optimizer did in them."""
     cfg, num_steps, refused = cases.settings(**shape), 10, 4
 

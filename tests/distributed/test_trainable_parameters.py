@@ -45,7 +45,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_trains_moves_as_in_float64_and_what_is_frozen_does_not_move(models, name):
+def test_trainable_parameters_equal_float64_and_frozen_ones_stay(models, name):
     model, layout_name, frozen, way = CASES[name]
     path, batches = models(model)
     layout = cases.LAYOUTS[layout_name]
@@ -73,7 +73,7 @@ ONE_NORM = dict(freeze_parameters=["model"], trainable_parameters=["model.norm"]
 @pytest.mark.parametrize(
     ("saved", "continued", "frozen"), [("PP2", "PP2", HALF), ("PP2", "TP2 SP", HALF), ("1", "PP2", HALF), ("DP2", "DP2", ONE_NORM)]
 )
-def test_a_checkpoint_is_continued_where_a_rank_has_nothing_that_trains(models, tmp_path, saved, continued, frozen):
+def test_resume_with_a_rank_without_trainable_parameters_is_exact(models, tmp_path, saved, continued, frozen):
     """Moments exist for what trains alone: the first of two stages has none, nor has the second of two ranks that share 64 numbers."""
     path, batches = models("dense")
 

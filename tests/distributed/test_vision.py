@@ -61,7 +61,7 @@ def reference(path, **changes):
 
 
 @pytest.mark.parametrize(("family", "layout", "changes"), CASES, ids=[f"{family}, {layout}" for family, layout, _ in CASES])
-def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, family, layout, changes):
+def test_vision_logprobs_gradients_and_exports_equal_transformers(prepared, family, layout, changes):
     path, batches, logprobs = prepared(family)
     rates = {name: value for name, value in changes.items() if name.endswith("_lr")}
     where = vision.LAYOUTS[layout]
@@ -72,7 +72,7 @@ def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, fami
         assert found.within(), found
 
 
-def test_what_is_frozen_stays_and_the_rest_trains_as_by_transformers(prepared):
+def test_vision_frozen_parts_stay_and_others_equal_transformers(prepared):
     """Aligner and tower alone have a gradient through all of a frozen model."""
     path, batches, logprobs = prepared("qwen2_5_vl")
     ways = {way: vision.WAYS[way] for way in ("tower alone", "aligner alone", "frozen, reference")}
@@ -85,7 +85,7 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_by_transformers(prepared):
 
 
 @pytest.mark.parametrize("family", WITH_ADAPTERS)
-def test_adapters_on_the_language_model_train_as_pefts(prepared, family):
+def test_vision_lora_steps_equal_peft(prepared, family):
     layout, changes = WITH_ADAPTERS[family]
     path, batches, logprobs = prepared(family)
     where, way = vision.LAYOUTS[layout], vision.WAYS["LoRA"] | changes
@@ -181,7 +181,7 @@ def mutated(rank, world, path, layout, batches):
     return found
 
 
-def test_traps_that_leave_no_error_are_seen(prepared):
+def test_vision_silent_mutation_is_detected(prepared):
     path, (first, _), logprobs = prepared("qwen3_vl")
     where = vision.LAYOUTS["TP2 SP"]
     right = cases.reference(path, vision.settings(path, vision.ALL_TRAINS), [first])  # one step is enough: gradients are compared
@@ -193,7 +193,7 @@ def test_traps_that_leave_no_error_are_seen(prepared):
         assert (far[name] < 1e-5) == (name in ("no mark", "a picture for each child")), (name, far[name])
 
 
-def test_reductions_that_overlap_go_on_where_micro_batches_show_no_picture(tmp_path):
+def test_vision_overlapped_reduction_works_without_images_in_micro_batch(tmp_path):
     """Of two ranks that train one row at a time the second has no picture in the first micro-step, and then neither has."""
     path = vision.write_vlm(tmp_path, "qwen2_vl")
     batches = vision.rollout(path, groups=vision.APART, num_steps=2)
@@ -210,7 +210,7 @@ def test_reductions_that_overlap_go_on_where_micro_batches_show_no_picture(tmp_p
         run_ranks(lambda rank, world: vision.score_and_train(rank, world, path, cfg, batches, tamper=untouched), 2)
 
 
-def test_a_run_is_continued_bit_for_bit_and_in_another_layout(prepared, tmp_path):
+def test_vision_resume_is_exact_in_same_and_other_layout(prepared, tmp_path):
     path, batches, _ = prepared("qwen3_vl")
 
     def settings(layout):
@@ -238,7 +238,7 @@ def test_a_run_is_continued_bit_for_bit_and_in_another_layout(prepared, tmp_path
     assert max(cases.relative_error(elsewhere[name], whole[name]) for name in whole) < 1e-5
 
 
-def test_a_push_leaves_out_a_tower_that_stays_and_says_so(prepared):
+def test_vision_sync_leaves_out_frozen_tower_and_logs_it(prepared):
     """What the sampler has forgotten comes whole, whoever trains."""
     path, _, _ = prepared("qwen2_5_vl")
 
@@ -261,7 +261,7 @@ def test_a_push_leaves_out_a_tower_that_stays_and_says_so(prepared):
         }
 
 
-def test_outputs_of_a_frozen_tower_are_kept_by_key_and_given_away_with_the_memory(prepared):
+def test_vision_frozen_tower_outputs_are_cached_and_offloaded(prepared):
     path, batches, _ = prepared("qwen2_5_vl")
 
     def encoded(rank, world):
@@ -281,7 +281,7 @@ def test_outputs_of_a_frozen_tower_are_kept_by_key_and_given_away_with_the_memor
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
-def test_no_backward_leads_through_a_frozen_tower_to_its_aligner(prepared, family):
+def test_vision_frozen_tower_has_no_backward(prepared, family):
     from megatron_grpo.core.policy.vision import build_tower
     from megatron_grpo.core.weights.shape import ModelShape
 
@@ -297,7 +297,7 @@ def test_no_backward_leads_through_a_frozen_tower_to_its_aligner(prepared, famil
     assert found.pooler_output.requires_grad and not any(asks.values()) and len(asks) == 3
 
 
-def test_frequencies_of_the_tower_stay_exact_where_weights_are_rounded(prepared):
+def test_vision_rotary_frequencies_stay_float32(prepared):
     from megatron_grpo.core.policy.vision import build_tower
     from megatron_grpo.core.weights.shape import ModelShape
 

@@ -153,7 +153,7 @@ SINGLE = [name for name in CHECKPOINTS if name not in OWN]
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_every_parameter_of_a_real_model_is_known_and_fits(tmp_path, name):
+def test_weight_names_cover_all_parameters_of_real_models(tmp_path, name):
     path = write_checkpoint(name, tmp_path)
     ((_, _, held),) = run_ranks(fill_and_report, 1, str(path), 1, 1, 1)
     weights = WeightMap.for_shape(ModelShape.from_pretrained(path), padded_vocab_size=ROWS)
@@ -176,7 +176,7 @@ def test_every_parameter_of_a_real_model_is_known_and_fits(tmp_path, name):
         ("deepseek_v3", 2, 2, 1),
     ],
 )
-def test_shards_of_a_real_model_come_together_again(tmp_path, name, tp, ep, etp):
+def test_weight_names_shards_of_real_models_gather_exactly(tmp_path, name, tp, ep, etp):
     path = write_checkpoint(name, tmp_path)
     ranks = run_ranks(fill_and_report, max(tp, ep * etp), str(path), tp, ep, etp)
     weights = WeightMap.for_shape(ModelShape.from_pretrained(path), padded_vocab_size=ROWS)

@@ -132,7 +132,7 @@ def checkpoints(tmp_path_factory):
         ("qwen3_5_moe_text", 1),
     ],
 )
-def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
+def test_weight_sync_is_exact_and_each_patch_is_needed(checkpoints, name, tp):
     paths = checkpoints(name)
 
     def body(rank, world_size):
@@ -165,7 +165,7 @@ def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
     run_ranks(body, tp)
 
 
-def test_other_ways_to_fail_are_noticed(checkpoints):
+def test_weight_sync_silent_failure_is_detected(checkpoints):
     paths = checkpoints("qwen3")
 
     def body(rank, world_size):
@@ -241,7 +241,7 @@ def held_by(engine):
 @pytest.mark.parametrize(
     ("name", "tp", "sent", "dtype"), [("qwen3-tied", 2, "float32", "bfloat16"), ("qwen3_moe", 1, "bfloat16", "float32")]
 )
-def test_a_push_by_the_table_leaves_the_bits_of_vllms_reload(checkpoints, name, tp, sent, dtype):
+def test_weight_sync_by_copy_table_equals_vllm_reload(checkpoints, name, tp, sent, dtype):
     paths = checkpoints(name, sent)
 
     def body(rank, world_size):
@@ -291,7 +291,7 @@ def broken(items):
     raise ZeroDivisionError
 
 
-def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
+def test_weight_sync_without_copy_table_falls_back_to_reload_with_reason(checkpoints):
     paths = checkpoints("qwen3_moe")
 
     def body(rank, world_size):
@@ -338,7 +338,7 @@ def shifted(cls, view, whole):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
+def test_weight_sync_wrong_weights_on_one_rank_stop_all_ranks(checkpoints, tp):
     paths = checkpoints("qwen3-tied")
 
     def body(rank, world_size):
@@ -354,7 +354,7 @@ def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
     assert ("Only some engines differ" in first and "rank 0" not in first) if tp == 1 else "rank 0: max" in first
 
 
-def test_nothing_is_pushed_that_the_engine_has(checkpoints):
+def test_weight_sync_skips_weights_that_the_engine_has(checkpoints):
     paths = checkpoints("qwen3")
 
     def body(rank, world_size):
@@ -375,7 +375,7 @@ def test_nothing_is_pushed_that_the_engine_has(checkpoints):
     run_ranks(body, 1)
 
 
-def test_a_weight_that_is_not_finite_is_named_and_the_engine_is_not_blamed(checkpoints):
+def test_weight_sync_nonfinite_weight_is_named(checkpoints):
     """On one of two ranks, whose engines agree with it; with the check after a push and without."""
     paths, name = checkpoints("qwen3"), "model.layers.1.mlp.up_proj.weight"
 
@@ -396,7 +396,7 @@ def test_a_weight_that_is_not_finite_is_named_and_the_engine_is_not_blamed(check
     assert run_ranks(body, 2) == [[sentence] * 2] * 2
 
 
-def test_bfloat16_passes_and_a_stale_head_does_not(checkpoints):
+def test_weight_sync_bfloat16_passes_and_stale_output_layer_is_detected(checkpoints):
     paths = checkpoints("qwen3-tied", "bfloat16")
 
     def body(rank, world_size):
@@ -414,7 +414,7 @@ def test_bfloat16_passes_and_a_stale_head_does_not(checkpoints):
 
 
 @pytest.mark.parametrize(("layout", "engine_tp"), [({"tensor_model_parallel_size": 2}, 2), ({"pipeline_model_parallel_size": 2}, 1)])
-def test_megatron_policy_and_its_engines_agree_before_and_after_a_push(checkpoints, layout, engine_tp):
+def test_weight_sync_megatron_policy_and_engines_agree_before_and_after(checkpoints, layout, engine_tp):
     paths = checkpoints("qwen3-tied")
 
     def body(rank, world_size):
@@ -443,7 +443,7 @@ def test_megatron_policy_and_its_engines_agree_before_and_after_a_push(checkpoin
     assert len(first) + len(second) == len(PROMPTS)
 
 
-def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path):
+def test_weight_sync_engine_buffers_at_most_one_moe_layer(tmp_path):
     path = write_tiny(tmp_path, "qwen3_moe", layers=4, experts=8)
 
     def body(rank, world_size):

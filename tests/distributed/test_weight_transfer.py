@@ -41,7 +41,7 @@ def _said(receiver):
         return f"{type(error).__name__}: {error}"
 
 
-def test_what_comes_is_what_was_sent_in_any_size_of_bucket_and_again():
+def test_weight_transfer_is_exact_for_each_bucket_size():
     def run(rank, world):
         meeting, link = _members(rank, world)
         for bucket_bytes in (1, 100, 10_000):
@@ -57,7 +57,7 @@ def test_what_comes_is_what_was_sent_in_any_size_of_bucket_and_again():
     run_ranks(run, 3)
 
 
-def test_slices_come_as_they_were_sent_and_make_the_tensor():
+def test_weight_transfer_slices_form_the_tensor():
     whole = torch.arange(30.0).view(5, 6).bfloat16()
     slices = [TensorSlice(whole[a:b, c:d], (a, c), (5, 6)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 1), (1, 6))]
 
@@ -77,7 +77,7 @@ def test_slices_come_as_they_were_sent_and_make_the_tensor():
     run_ranks(run, 2)
 
 
-def test_nothing_that_came_is_written_over_by_what_comes_later():
+def test_weight_transfer_keeps_received_tensors():
     def run(rank, world):
         meeting, link = _members(rank, world)
         if rank == 0:
@@ -89,7 +89,7 @@ def test_nothing_that_came_is_written_over_by_what_comes_later():
     run_ranks(run, 2)
 
 
-def test_a_source_that_fails_is_told_to_all_and_the_next_push_is_right():
+def test_weight_transfer_source_error_reaches_all_and_next_sync_is_exact():
     def failing():
         yield from _tensors()[:3]
         raise ZeroDivisionError("the trainer's own")
@@ -109,7 +109,7 @@ def test_a_source_that_fails_is_told_to_all_and_the_next_push_is_right():
     assert run_ranks(run, 3)[1:] == [[name for name, _ in _tensors()]] * 2
 
 
-def test_a_member_that_leaves_ends_the_push_for_all_at_once_and_those_who_are_left_make_a_new_link():
+def test_weight_transfer_lost_member_ends_the_sync_and_others_reconnect():
     def run(rank, world):
         meeting, link = _members(rank, world, seconds=30.0)
         start = time.monotonic()
@@ -141,7 +141,7 @@ def test_a_member_that_leaves_ends_the_push_for_all_at_once_and_those_who_are_le
     run_ranks(run, 3)
 
 
-def test_who_stays_away_is_an_error_within_the_limit():
+def test_weight_transfer_absent_member_is_an_error_within_the_timeout():
     def run(rank, world):
         meeting = Rendezvous()
         start = time.monotonic()
@@ -154,7 +154,7 @@ def test_who_stays_away_is_an_error_within_the_limit():
     run_ranks(run, 1)
 
 
-def test_a_message_out_of_order_is_an_error_and_no_tensor():
+def test_weight_transfer_message_out_of_order_is_an_error():
     """What a push that went on after a failed broadcast would look like."""
 
     def run(rank, world):

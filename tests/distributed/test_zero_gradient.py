@@ -82,7 +82,7 @@ def find_step(made, name: str, *, computes_all: bool):
 
 
 @pytest.mark.parametrize("name", cases.ZERO_GRADIENT_LAYOUTS)
-def test_gradients_with_and_without_rows_that_have_none_equal_float64(made, name):
+def test_zero_gradient_rows_computed_or_not_equal_float64(made, name):
     right = made("MoE" if cases.LAYOUTS[name].needs_experts else "dense")[2]
     left_out, all_rows = (find_step(made, name, computes_all=computes_all) for computes_all in (False, True))
     for loss, num_rows in COMPUTED.items():
@@ -97,7 +97,7 @@ def test_gradients_with_and_without_rows_that_have_none_equal_float64(made, name
 
 
 @pytest.mark.parametrize("what", ["adapters", "images"])
-def test_with_adapters_and_with_images_that_are_left_out_on_a_rank(tmp_path, what):
+def test_zero_gradient_rows_with_adapters_and_images_equal_float64(tmp_path, what):
     if what == "adapters":
         path, layout, ways = write_tiny(tmp_path / "model", **cases.MODELS["dense"]), "TP2 SP", cases.CUTS["packed"]
         rollout = cases.stored_rollout(path, num_steps=2, vocab=125)

@@ -40,7 +40,7 @@ def train_and_push(rank: int, world_size: int, flags: list[str], address: str) -
         return train(rank, world_size, flags, draws=True)
 
 
-def test_the_reward_rises(run):
+def test_run_reward_rises(run):
     before, after = records(run[0] / "evaluations.jsonl")
     assert (before["step"], after["step"]) == (0, STEPS)
     assert after["even"] > before["even"] + 0.15
@@ -53,7 +53,7 @@ def test_sampler_and_trainer_agree_at_every_step(run):
     assert 0 < max(step["sampling/sampling_logp_difference/max"] for step in steps) <= 1e-4
 
 
-def test_metrics_have_the_promised_names(run):
+def test_run_metrics_have_documented_names(run):
     promised = """loss reward reward_std rewards/even/mean rewards/even/std frac_reward_zero_std entropy grad_norm learning_rate
         clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean completions/mean_length completions/max_length
         completions/clipped_ratio sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max
@@ -63,14 +63,14 @@ def test_metrics_have_the_promised_names(run):
     assert not [name for name in promised.split() if name not in first]
 
 
-def test_the_run_leaves_what_it_promised(run):
+def test_run_writes_documented_files(run):
     out = run[0]
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert {"config.yaml", "plan.json", "metrics.jsonl", "hf/model.safetensors", "hf/config.json", "plots/reward.png"} <= names
     assert len([name for name in names if name.startswith("completions/step_")]) == STEPS
 
 
-def test_the_export_is_on_the_hub_with_a_card_that_tells_nothing_of_this_machine(run):
+def test_run_pushes_export_with_model_card_without_local_paths(run):
     folder, there = run[0] / "hf", PUSHED["me/even"]["files"]
     assert {path.name for path in folder.iterdir()} - {MARK} == set(there) >= {"README.md", "model.safetensors", "training.png"}
     assert all(content == (folder / name).read_bytes() for name, content in there.items())
@@ -78,7 +78,7 @@ def test_the_export_is_on_the_hub_with_a_card_that_tells_nothing_of_this_machine
     assert "reward.py:even" in card and f"| optimizer steps | {STEPS} |" in card and str(run[0].parent) not in card
 
 
-def test_what_a_run_writes_can_be_read_by_others_as_the_umask_has_it(run):
+def test_run_files_have_the_permissions_of_the_umask(run):
     mask = os.umask(0)
     os.umask(mask)
     modes = {str(path.relative_to(run[0])): path.stat().st_mode & 0o777 for path in run[0].rglob("*") if path.is_file()}
@@ -126,7 +126,7 @@ def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]
     return float(np.mean(by_transformers)), float(np.mean([even(group.completions[0].answer_ids) for group in groups]))
 
 
-def test_the_export_scores_what_the_run_said(run):
+def test_run_export_has_the_reported_score(run):
     out, flags = run
     data = flags[flags.index("--dataset") + 1]
     ((by_transformers, by_vllm),) = run_ranks(greedy_scores, 1, str(out / "hf"), data, timeout=120)
@@ -135,7 +135,7 @@ def test_the_export_scores_what_the_run_said(run):
     assert by_transformers == pytest.approx(said, abs=1e-9)
 
 
-def test_the_resolved_configuration_can_be_used_again(run):
+def test_run_resolved_configuration_is_reusable(run):
     from megatron_grpo.run.config.parse import resolve
 
     again = resolve(["--config", str(run[0] / "config.yaml")], launcher_world_size=2)
@@ -151,7 +151,7 @@ def train_with_the_advantage_turned(rank, world_size, flags):
     return train(rank, world_size, flags)
 
 
-def test_a_turned_advantage_is_noticed(run, tmp_path):
+def test_run_with_negated_advantages_lowers_the_reward(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out")]
     assert run_ranks(train_with_the_advantage_turned, 2, flags, timeout=180) == [0, 0]
     before, after = records(tmp_path / "out" / "evaluations.jsonl")
@@ -169,20 +169,20 @@ def train_without_pushing(rank, world_size, flags):
     return train(rank, world_size, flags)
 
 
-def test_a_missing_push_ends_the_run(run, tmp_path):
+def test_run_missing_sync_is_an_error(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out")]
     assert run_ranks(train_without_pushing, 2, flags, timeout=180) == [1, 1]
     assert [step["step"] for step in records(tmp_path / "out" / "metrics.jsonl")] == [1], "no second rollout is sampled"
 
 
-def test_a_missing_push_shows_in_the_metrics_where_it_is_not_verified(run, tmp_path):
+def test_run_missing_sync_without_verification_shows_in_metrics(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--verify_weight_sync", "false"]
     run_ranks(train_without_pushing, 2, flags, timeout=180)
     steps = records(tmp_path / "out" / "metrics.jsonl")
     assert max(step["sampling/sampling_logp_difference/max"] for step in steps) > 1e-2
 
 
-def test_wrong_settings_are_all_named_before_anything_starts(run, tmp_path):
+def test_run_names_all_wrong_settings_before_start(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--global_batch_size", "18", "--dataset", str(tmp_path / "no.jsonl")]
     assert run_ranks(train, 2, flags, timeout=60) == [2, 2]
     assert not (tmp_path / "out").exists()

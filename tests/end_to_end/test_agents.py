@@ -90,7 +90,7 @@ def programs(here: Path) -> list[str]:
     return [line.decode() for line in lines if str(here / "program.py").encode() in line]
 
 
-def test_a_run_of_programs_that_is_killed_in_mid_rollout_is_the_run_that_nobody_killed(flags, tmp_path):
+def test_agent_run_killed_in_mid_rollout_resumes_exactly(flags, tmp_path):
     here = Path(flags[flags.index("--dataset") + 1]).parent
     assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=240) == [0, 0]
     flags = [*flags, "--output_dir", str(tmp_path / "out")]

@@ -57,7 +57,7 @@ def assert_it_is_that_of_transformers(out: Path, flags: list[str], world_size: i
         assert np.linalg.norm(get_weights(out)[name] - wanted) <= bound * np.linalg.norm(wanted), name
 
 
-def test_rollouts_that_straddle_steps_are_those_of_transformers_sampled_one_rollout_before(whole):
+def test_async_rollouts_across_steps_equal_transformers(whole):
     out, flags = whole
     assert_it_is_that_of_transformers(out, flags, 2)
     steps = records(out / "metrics.jsonl")
@@ -68,7 +68,7 @@ def test_rollouts_that_straddle_steps_are_those_of_transformers_sampled_one_roll
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_step_is_that_of_transformers_one_rollout_late(inputs, tmp_path, case):
+def test_async_rollouts_steps_equal_transformers_one_rollout_late(inputs, tmp_path, case):
     world_size, changes = CASES[case]
     flags = [*inputs, *changes, "--output_dir", str(tmp_path)]
     assert run_ranks(scripted.train, world_size, flags) == [0] * world_size
@@ -84,7 +84,7 @@ def assert_same(one: Path, other: Path, names=("loss", "grad_norm", "staleness/m
         assert np.array_equal(get_weights(other)[name], wanted), name
 
 
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint_bit_for_bit(whole, tmp_path):
+def test_async_rollouts_killed_run_resumes_exactly(whole, tmp_path):
     out, flags = whole
     at = str(out / "checkpoints" / "iter_0000002")
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(tmp_path), "--resume", at]) == [0, 0]
@@ -98,7 +98,7 @@ def interrupted(rank: int, world_size: int, flags: list[str]) -> int:
     return scripted.train(rank, world_size, flags)
 
 
-def test_a_signal_takes_in_what_is_being_sampled_and_the_run_goes_on_bit_for_bit(inputs, tmp_path):
+def test_async_rollouts_signal_keeps_running_rollout_and_resumes_exactly(inputs, tmp_path):
     flags = [*inputs, *UNALIGNED, *CORRECTED, "--stop_drain_seconds", "600"]
     assert run_ranks(scripted.train, 1, [*flags, "--output_dir", str(tmp_path / "whole")]) == [0]
     flags += ["--output_dir", str(tmp_path / "out")]
@@ -112,7 +112,7 @@ def train_with_a_sampler_of_somebody_else(rank: int, world_size: int, flags: lis
         return cli.main(["train", *flags], engine=lambda *_: Alphabet()), said.getvalue()
 
 
-def test_a_sampler_that_cannot_answer_in_the_background_is_refused(inputs, tmp_path):
+def test_async_rollouts_engine_without_background_sampling_is_an_error(inputs, tmp_path):
     flags = [*inputs, *CORRECTED, "--output_dir", str(tmp_path)]
     [(code, said)] = run_ranks(train_with_a_sampler_of_somebody_else, 1, flags)
     assert code == 2 and "Alphabet has no `begin` (rollout.engine.BackgroundSampler). Use async_rollout_depth 0." in " ".join(said.split())

@@ -55,7 +55,7 @@ def fingerprints(out: Path, step: int) -> dict[str, str]:
     }
 
 
-def test_a_run_that_is_killed_in_every_part_of_a_save_ends_as_the_one_that_was_not(tmp_path):
+def test_async_save_killed_in_each_phase_resumes_exactly(tmp_path):
     flags = [*write_inputs(tmp_path, rows=10, **TINY), *UNEVEN.split(), *SAVES.split(), "--max_steps", str(STEPS)]
     whole, beside = tmp_path / "whole", tmp_path / "beside"
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(whole)], timeout=300) == [0, 0]
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_in_every_part_of_a_save_ends_as_the_one_that_was_n
     assert fingerprints(beside, STEPS) == fingerprints(whole, STEPS) and "__1_0.distcp" in fingerprints(whole, STEPS)
 
 
-def test_a_disk_that_is_full_ends_the_run_with_a_sentence_and_the_last_complete_checkpoint(tmp_path):
+def test_async_save_full_disk_is_an_error_and_keeps_last_checkpoint(tmp_path):
     flags = [*write_inputs(tmp_path, rows=10, **TINY), *SAVES.split(), "--async_save", "true", "--max_steps", "5"]
 
     def fills_up(rank, world_size):

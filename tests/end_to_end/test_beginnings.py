@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happened(tmp_path):
+def test_resume_restores_adaptive_entropy_coefficient(tmp_path):
     adaptive = ["--use_adaptive_entropy", "true", "--entropy_coef", "0.02", "--entropy_coef_delta", "0.01", "--entropy_target", "9"]
     common = [
         *write_inputs(tmp_path),
@@ -97,7 +97,7 @@ def optimizer_steps(directory) -> int:
     return run_ranks(read, 1)[0]
 
 
-def test_a_run_begins_with_the_weights_of_a_checkpoint_under_another_layout_at_step_0(runs):
+def test_initial_weights_from_checkpoint_in_another_layout_start_at_step_0(runs):
     then, begun, model = weights(runs / "first"), weights(runs / "begun"), safetensors.torch.load_file(runs / "model/model.safetensors")
     assert then.keys() == begun.keys() and all((then[name] == begun[name]).all() for name in then)
     assert any((then[name] != model[name]).any() for name in then)
@@ -106,7 +106,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint_under_another_layout_at_s
     assert optimizer_steps(runs / "begun/checkpoints/iter_0000001") == 1
 
 
-def test_the_model_at_the_end_is_that_of_the_best_checkpoint(runs):
+def test_final_model_is_the_best_checkpoint_if_set(runs):
     best = json.loads((runs / "best/checkpoints/best.json").read_text())
     assert best["best_global_step"] == 1 and (runs / "best/checkpoints/iter_0000002").is_dir()
     found, first = weights(runs / "best"), weights(runs / "first")
@@ -117,7 +117,7 @@ def test_the_model_at_the_end_is_that_of_the_best_checkpoint(runs):
     assert then.keys() == found.keys() and all((then[name] == found[name]).all() for name in then)
 
 
-def test_experts_begin_with_the_weights_of_a_checkpoint_on_other_ranks(tmp_path):
+def test_initial_expert_weights_from_checkpoint_on_other_ranks_are_exact(tmp_path):
     """Saved by one rank, taken by two that have half of the experts each."""
     common = [*write_inputs(tmp_path, family="qwen3_moe", layers=1, ffn=64, experts=4), "--max_steps", "1", "--debug_dump_steps", "0"]
     first, begun = tmp_path / "first", tmp_path / "begun"
@@ -130,7 +130,7 @@ def test_experts_begin_with_the_weights_of_a_checkpoint_on_other_ranks(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["bare", "bare of 2"])
-def test_a_run_goes_on_without_the_moments_of_its_checkpoint(runs, name):
+def test_resume_without_optimizer_state_works(runs, name):
     assert [optimizer_steps(runs / one) for one in ("first/checkpoints/iter_0000002", f"{name}/checkpoints/iter_0000003")] == [2, 1]
     bare, then = weights(runs / name), weights(runs / "first")
     assert all((bare[name] == then[name]).all() for name in then)

@@ -61,7 +61,7 @@ def found(run):
     return answers
 
 
-def test_the_runs_own_settings_give_its_own_numbers_and_a_cosine_of_one(run, found):
+def test_compare_losses_with_run_settings_repeats_the_run_with_cosine_one(run, found):
     line = next(one for one in records(run / "out" / "metrics.jsonl") if one["step"] == 2)
     own = found[1]["variants"][0]
     assert (own["cosine"], own["rows"]) == (1.0, 8)
@@ -70,7 +70,7 @@ def test_the_runs_own_settings_give_its_own_numbers_and_a_cosine_of_one(run, fou
     assert own["clip_low"] == pytest.approx(line["clip_ratio/low_mean"]) and line["staleness/max"] == 1
 
 
-def test_variants_differ_as_they_say(found):
+def test_compare_losses_variants_differ_as_expected(found):
     told = dict(zip(["own", *TRIES], found[1]["variants"], strict=True))
     assert told["global_batch_size=4"]["rows"] == 4 and told["global_batch_size=4"]["cosine"] < 1
     assert told["beta=0.1"]["kl"] is not None and told["own"]["kl"] is None
@@ -79,13 +79,13 @@ def test_variants_differ_as_they_say(found):
     assert told["loss_type=real"]["loss"] != told["own"]["loss"] and told["loss_type=vespo"]["cosine"] < 1
 
 
-def test_any_layout_says_the_same(found):
+def test_compare_losses_is_equal_in_each_layout(found):
     for one, two in zip(found[1]["variants"], found[2]["variants"], strict=True):
         for name in ("loss", "grad_norm", "cosine", "kl_sampler", "ess"):
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), (one["name"], name)
 
 
-def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path):
+def test_compare_losses_variant_predicts_the_step_of_a_run(run, found, tmp_path):
     """Resumed behind the checkpoint, with the same rows: loss and gradient norm are what was foretold."""
     line_of = {}
     for name, setting in (("loss_type=vespo", ["--loss_type", "vespo"]), ("loss_type=real", ["--loss_type", "real"])):
@@ -116,17 +116,17 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
         (["--step", "9"], "step 9 has no recorded rows. Checkpoints that have them: 1, 2, 3"),
     ],
 )
-def test_what_cannot_be_tried_is_said_before_anything_loads(run, argv, said):
+def test_compare_losses_impossible_variant_is_an_error_before_loading(run, argv, said):
     code, text = run_ranks(compare_losses, 1, [str(run / "out"), *(["--step", "1"] if "--step" not in argv else []), *argv])[0]
     assert code == 2 and said in " ".join(text.split()), text
 
 
-def test_a_run_without_recorded_rows_is_told_how_to_record_them(tmp_path):
+def test_compare_losses_without_recorded_rows_names_the_setting(tmp_path):
     code, text = run_ranks(compare_losses, 1, [str(tmp_path)])[0]
     assert code == 2 and "--record_rows true" in " ".join(text.split())
 
 
-def test_rows_that_the_run_left_out_have_no_old_logprobs_and_stay_out(tmp_path):
+def test_compare_losses_leaves_out_rows_without_old_logprobs(tmp_path):
     run = trained(tmp_path)
     argv = [str(run / "out"), "--step", "1", "--json", "--variant", "loss_type=vespo"]
     [(code, said, warned)] = run_ranks(compare_losses, 1, argv, True)

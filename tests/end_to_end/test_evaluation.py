@@ -46,7 +46,7 @@ def completions(path) -> list[str]:
     return pyarrow.parquet.read_table(path)["completion"].to_pylist()
 
 
-def test_a_run_does_not_notice_that_it_is_evaluated(run):
+def test_evaluation_does_not_change_the_run(run):
     """Its rollouts and its gradients are those of the run without, to the bit."""
     with_, without = (records(run / name / "metrics.jsonl") for name in ("with", "without"))
     assert [(step["reward"], step["grad_norm"], step["loss"]) for step in with_] == [
@@ -57,7 +57,7 @@ def test_a_run_does_not_notice_that_it_is_evaluated(run):
         assert completions(run / "with" / file) == completions(run / "without" / file)
 
 
-def test_a_rollout_function_that_only_samples_trains_the_run_without_it(run):
+def test_rollout_function_that_only_samples_equals_the_run_without_it(run):
     """Its requests join and leave one by one, with the seeds of single answers; tokens, log-probs and masks come back as they were."""
     own, without = (records(run / name / "metrics.jsonl") for name in ("own", "without"))
     for ours, theirs in zip(own, without, strict=True):
@@ -69,7 +69,7 @@ def test_a_rollout_function_that_only_samples_trains_the_run_without_it(run):
     assert completions(run / "own/completions/step_000001.parquet") == completions(run / "without/completions/step_000001.parquet")
 
 
-def test_an_evaluation_is_told_with_its_errors_and_paired_with_the_first(run):
+def test_evaluation_is_logged_with_standard_errors_and_paired_change(run):
     told = records(run / "with" / "evaluations.jsonl")
     assert [(line["step"], line["name"]) for line in told] == [(step, name) for step in range(3) for name in ("all", "again")]
     first, last = told[0], told[4]
@@ -82,14 +82,14 @@ def test_an_evaluation_is_told_with_its_errors_and_paired_with_the_first(run):
     assert (run / "with/plots/reward.png").is_file()
 
 
-def test_the_checkpoint_with_the_best_evaluation_is_kept_beside_the_last(run):
+def test_evaluation_best_and_last_checkpoints_are_kept(run):
     told = {line["step"]: line["mean@2"] for line in records(run / "with" / "evaluations.jsonl") if line["name"] == "all" and line["step"]}
     best = json.loads((run / "with/checkpoints/best.json").read_text())
     assert best["metric"] == "eval/all/mean@2" and best["best_metric"] == min(told.values()) == told[best["best_global_step"]]
     assert {path.name for path in run.glob("with/checkpoints/iter_*")} == {f"iter_{best['best_global_step']:07d}", "iter_0000002"}
 
 
-def test_the_command_finds_of_a_checkpoint_under_another_layout_what_the_run_found(run):
+def test_eval_command_in_another_layout_repeats_scores_of_the_run(run):
     checkpoint = run / "with/checkpoints/iter_0000002"
     flags = ["--resume", str(checkpoint), "--tensor_model_parallel_size", "2", "--output_dir", str(run / "command")]
     assert run_ranks(evaluate, 2, flags, timeout=300) == [0, 0]

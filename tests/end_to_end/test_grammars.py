@@ -28,7 +28,7 @@ class Sees(Counts):
 """
 
 
-def test_a_run_trains_on_what_a_regex_leaves(tmp_path):
+def test_run_with_regex_trains_on_allowed_tokens(tmp_path):
     flags = write_inputs(tmp_path, rows=8, layers=1, hidden=16, ffn=16, std=0.4)
     (tmp_path / "reward.py").write_text(REWARD)
     flags = [word.replace(":even", ":small") for word in flags]
@@ -45,7 +45,7 @@ def test_a_run_trains_on_what_a_regex_leaves(tmp_path):
     assert first["teacher_kl"] < 1e-9 < second["teacher_kl"], "among the words that the regex left"
 
 
-def test_turns_of_episodes_are_bounded_one_by_one(tmp_path):
+def test_grammar_constrains_each_turn_of_an_episode(tmp_path):
     write_chat(tmp_path / "model", template=DROPS, ends=10.5, layers=1)
     rows = [{"prompt": [{"role": "user", "content": f"q {i}"}]} for i in range(2)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

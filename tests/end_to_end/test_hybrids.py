@@ -27,7 +27,7 @@ def differences(out) -> list[float]:
     return [step["sampling/sampling_logp_difference/max"] for step in records(out / "metrics.jsonl")]
 
 
-def test_a_run_on_one_rank_continues_on_two_and_its_export_loads(flags, tmp_path):
+def test_hybrid_run_resumes_on_two_ranks_and_export_loads(flags, tmp_path):
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"
@@ -39,7 +39,7 @@ def test_a_run_on_one_rank_continues_on_two_and_its_export_loads(flags, tmp_path
     assert not any(info.values())
 
 
-def test_a_bfloat16_run_keeps_in_float32_what_the_file_has_in_float32(tmp_path):
+def test_hybrid_bfloat16_run_keeps_float32_weights_of_the_checkpoint(tmp_path):
     """vLLM's own kernels of the rule sample here; they take bfloat16 and heads of 128 channels."""
     heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
     flags = write_inputs(tmp_path, family="qwen3_5_text", layer_types=BOTH_KINDS, dtype="bfloat16", **heads)
@@ -57,7 +57,7 @@ def test_a_bfloat16_run_keeps_in_float32_what_the_file_has_in_float32(tmp_path):
     assert any(not torch.equal(exported[name], exported[name].bfloat16().float()) for name in exported if name.endswith(".A_log"))
 
 
-def test_adapters_on_all_linear_layers_train_and_are_sampled(flags, tmp_path):
+def test_hybrid_adapters_on_all_linear_layers_train_and_sample(flags, tmp_path):
     run = [*flags, "--output_dir", str(tmp_path), "--tuner_type", "lora", "--lora_rank", "4", "--max_steps", "3"]
     assert run_ranks(train, 1, run) == [0]
     assert len(differences(tmp_path)) == 3 and max(differences(tmp_path)) < MOST
@@ -68,7 +68,7 @@ def train_with_token(rank: int, world_size: int, flags: list[str]) -> int:
     return train(rank, world_size, flags)
 
 
-def test_servers_sample_as_the_ranks_do(flags, tmp_path):
+def test_hybrid_servers_sample_like_colocated_engine(flags, tmp_path):
     """Pushes over a link to an engine whose two workers are processes."""
     model = flags[flags.index("--model") + 1]
     server = Server(tmp_path / "server", model, "--vllm_tensor_parallel_size", "2")

@@ -79,7 +79,7 @@ def train(rank, world_size, flags, killed_after=None):
     return main(["train", *flags], engine=lambda cfg, inputs, parallel: ScriptedEngine(answer))
 
 
-def test_a_run_that_is_killed_is_the_run_that_nobody_killed(flags, tmp_path):
+def test_image_run_killed_resumes_exactly(flags, tmp_path):
     """Mutation: a row that waits in a checkpoint comes back without its pictures (`restore` in checkpoint/saving.py)."""
     assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0, 0]
     flags = [*flags, "--output_dir", str(tmp_path / "out")]

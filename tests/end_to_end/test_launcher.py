@@ -62,7 +62,7 @@ def running(folder: Path, program: Sequence[str], *more: str) -> Iterator[tuple[
         launcher.wait()
 
 
-def test_killing_the_launcher_leaves_no_process(tmp_path):
+def test_launcher_killed_leaves_no_process(tmp_path):
     with running(tmp_path, ["-m", "megatron_grpo"]) as (launcher, _):
         assert len(processes_of(tmp_path)) >= 3
         launcher.kill()
@@ -70,7 +70,7 @@ def test_killing_the_launcher_leaves_no_process(tmp_path):
         wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_the_first_saves_and_leaves_when_terminated(tmp_path):
+def test_launcher_second_run_in_same_output_dir_is_an_error_and_first_saves_on_sigterm(tmp_path):
     (tmp_path / "sampling").write_text("1")  # it waits for its second rollout, while the second run comes and goes
     with running(tmp_path, SCRIPTED, *UNCHECKED) as (launcher, out):
         before = {name: (out / name).read_bytes() for name in ("config.yaml", "plan.json", "run.lock")}
@@ -94,7 +94,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_saves_and_leav
         assert int(saved[0].name.removeprefix("iter_")) == records(out / "metrics.jsonl")[-1]["step"]
 
 
-def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(tmp_path):
+def test_launcher_lost_rank_ends_all_ranks_and_is_named(tmp_path):
     with running(tmp_path, SCRIPTED, *UNCHECKED) as (launcher, _):
         ranks = [pid for pid in processes_of(tmp_path) if pid != launcher.pid]
         os.kill(ranks[-1], signal.SIGKILL)
@@ -116,7 +116,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 
 @pytest.mark.parametrize("late", ["0", "none"])
-def test_a_configuration_error_is_said_once_and_is_the_root_cause_whichever_rank_is_late(tmp_path, late):
+def test_launcher_configuration_error_is_printed_once_as_root_cause(tmp_path, late):
     (tmp_path / "late.py").write_text(LATE)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "late.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LATE": late}
@@ -127,7 +127,7 @@ def test_a_configuration_error_is_said_once_and_is_the_root_cause_whichever_rank
     assert "micro_batch_size" in report.partition("Root Cause")[2]
 
 
-def test_a_rank_that_leaves_in_silence_does_not_pass_for_done(tmp_path):
+def test_launcher_silent_exit_of_a_rank_is_an_error(tmp_path):
     """`os._exit(0)` in a reward function's file: without the guard, torchrun says nothing and exits with 0."""
     (tmp_path / "reward.py").write_text("import os\nos._exit(0)\n")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_grpo", "train"]

@@ -39,7 +39,7 @@ def adapter(directory: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("step", "layout"), [(2, []), (3, TP2), (1, PP2)], ids=["dp2", "tp2", "pp2"])
-def test_a_run_continues_from_its_adapters_under_any_layout(whole, tmp_path, step, layout):
+def test_lora_run_resumes_in_each_layout(whole, tmp_path, step, layout):
     out, flags = whole
     start = ["--resume", str(out / "checkpoints" / f"iter_{step:07d}"), "--output_dir", str(tmp_path)]
     assert run_ranks(scripted.train, 2, [*flags, *layout, *start]) == [0, 0]
@@ -66,13 +66,13 @@ def said(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
         (["--target_modules", "q_proj"], "target_modules"),
     ],
 )
-def test_another_adapter_does_not_continue_it(whole, changes, says):
+def test_lora_run_resume_with_another_adapter_is_an_error(whole, changes, says):
     out, flags = whole
     [(code, text)] = run_ranks(said, 1, [*flags, *changes, "--output_dir", str(out), "--max_steps", "9"])
     assert code == 2 and says in text
 
 
-def test_a_run_begins_with_an_adapter_and_continues_only_with_that(whole, tmp_path):
+def test_lora_run_from_adapter_resumes_only_with_that_adapter(whole, tmp_path):
     out, flags = whole
     plain = [*flags[: flags.index("--tuner_type")], "--log_completions_steps", "0"]
     started = lora_cases.random_adapter(flags[flags.index("--model") + 1], tmp_path / "start")
@@ -95,7 +95,7 @@ def export(rank: int, world_size: int, words: list[str]) -> tuple[int, str]:
         return main(["export", *words]), text.getvalue()
 
 
-def test_a_checkpoint_is_exported_under_any_layout(whole, tmp_path):
+def test_lora_checkpoint_exports_in_each_layout(whole, tmp_path):
     out, flags = whole
     newest = ["--resume", str(out / "checkpoints" / "iter_0000005")]
     right = adapter(out / "hf")
@@ -121,7 +121,7 @@ def export_and_push(rank: int, world_size: int, words: list[str], address: str) 
         return export(rank, world_size, [*words, "--push_to_hub", "true"])
 
 
-def test_an_export_that_the_hub_does_not_take_is_there_and_ends_with_the_command_that_pushes_it_again(whole, tmp_path):
+def test_export_refused_by_hub_is_kept_and_prints_the_push_command(whole, tmp_path):
     hub, target = SmallHub(refuses=503), tmp_path / "out"
     words = ["--resume", str(whole[0] / "checkpoints" / "iter_0000003"), "--output_dir", str(target)]
     found = run_ranks(export_and_push, 2, words, hub.address)
@@ -146,7 +146,7 @@ def test_an_export_that_the_hub_does_not_take_is_there_and_ends_with_the_command
         (["--output_dir", "OUT", "--resume", "CKPT", "--tensor_model_parallel_size", "3"], "tensor_model_parallel_size"),
     ],
 )
-def test_what_cannot_be_exported_is_said_in_a_sentence(whole, tmp_path, words, says):
+def test_export_of_unsupported_checkpoint_is_an_error(whole, tmp_path, words, says):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     places = {"OUT": str(tmp_path / "new"), "BASE": str(tmp_path / "base"), "CKPT": str(whole[0] / "checkpoints" / "iter_0000005")}
@@ -154,7 +154,7 @@ def test_what_cannot_be_exported_is_said_in_a_sentence(whole, tmp_path, words, s
     assert code == 2 and says in text and not (tmp_path / "new").exists()
 
 
-def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path):
+def test_export_of_damaged_checkpoint_is_an_error(whole, tmp_path):
     copy = Path(shutil.copytree(whole[0] / "checkpoints" / "iter_0000004", tmp_path / "iter_0000004"))
     file = next(copy.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])

@@ -57,7 +57,7 @@ def run(folder: Path, out: Path, *more: str, then: Callable[[Path], None] | None
         ),
     ],
 )
-def test_a_full_disk_is_a_sentence(tmp_path, size, said):
+def test_full_disk_is_an_error_message(tmp_path, size, said):
     with small_disk(tmp_path / "disk", size) as disk:
         code, told = run(tmp_path, disk / "out", "--log_completions_steps", "0")
     assert code == 1
@@ -65,7 +65,7 @@ def test_a_full_disk_is_a_sentence(tmp_path, size, said):
     assert "Traceback" not in told and "Done" not in told and "reward while training" not in told
 
 
-def test_tables_and_plots_that_cannot_be_written_do_not_end_a_run(tmp_path):
+def test_unwritable_tables_and_plots_do_not_end_a_run(tmp_path):
     """Somebody puts files in the way of the folders while the run goes on."""
 
     def in_the_way(out):
@@ -81,7 +81,7 @@ def test_tables_and_plots_that_cannot_be_written_do_not_end_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-def test_an_output_dir_that_is_removed_while_the_run_goes_on_ends_it_with_a_sentence(tmp_path, is_made_again):
+def test_removed_output_dir_ends_the_run_with_an_error_message(tmp_path, is_made_again):
     def removed(out):
         out.rename(tmp_path / "gone")  # at one moment: the run would write into what is being removed
         if is_made_again:
@@ -92,7 +92,7 @@ def test_an_output_dir_that_is_removed_while_the_run_goes_on_ends_it_with_a_sent
     assert f"output_dir ({tmp_path}/out) was removed or emptied while the run wrote to it" in told
 
 
-def test_records_of_a_finished_run_stay_where_its_checkpoints_are_gone(tmp_path):
+def test_records_of_a_finished_run_without_checkpoints_are_kept(tmp_path):
     out = tmp_path / "out"
     assert run(tmp_path, out, "--max_steps", "2")[0] == 0
     before = {path: path.read_bytes() for path in out.glob("*.*")}
@@ -105,7 +105,7 @@ def test_records_of_a_finished_run_stay_where_its_checkpoints_are_gone(tmp_path)
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
 
 
-def test_an_output_dir_that_is_a_file_is_exit_2(tmp_path):
+def test_output_dir_that_is_a_file_exits_with_code_2(tmp_path):
     (tmp_path / "out").write_text("mine")
     code, told = run(tmp_path, tmp_path / "out")
     assert code == 2

@@ -74,7 +74,7 @@ def with_rows(inputs: list[str], changes: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
+def test_many_steps_equal_transformers_in_float64(inputs, tmp_path, case):
     world_size, changes = CASES[case]
     flags = [*with_rows(inputs, changes), "--output_dir", str(tmp_path / "out")]
     assert run_ranks(scripted.train, world_size, flags) == [0] * world_size
@@ -102,7 +102,7 @@ def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags:
     return main(["train", "--verify_weight_sync", "false", *flags], engine=lambda *_: ScriptedEngine(answer))
 
 
-def test_an_evaluation_between_two_rollouts_is_of_the_weights_as_they_are(inputs, tmp_path):
+def test_evaluation_between_rollouts_uses_current_weights(inputs, tmp_path):
     """No rollout begins at optimizer step 1 or 3: nothing else would push their weights."""
     flags = [*inputs, *TWICE_TWO, "--max_steps", "4", "--eval_dataset", inputs[inputs.index("--dataset") + 1], "--eval_steps", "1"]
     flags += ["--eval_num_prompts", "2", "--output_dir", str(tmp_path), "--save_steps", "0"]
@@ -116,7 +116,7 @@ def test_an_evaluation_between_two_rollouts_is_of_the_weights_as_they_are(inputs
     [(TWICE_TWO, ["--old_logprobs", "rollout"]), ([*TWICE_TWO, *MOVING], ["--sync_ref_model", "false"])],
     ids=["old log-probs", "reference"],
 )
-def test_the_comparison_sees_the_difference(inputs, changes, other):
+def test_many_steps_comparison_detects_differences(inputs, changes, other):
     """Gradient norms with other old log-probs, or with a reference that follows, are far outside the tolerance above."""
     one, two = (scripted.expected([*inputs, *changes, *more], 1, scripted.even) for more in ([], other))
     apart = [abs(a / b - 1) for a, b in zip(one.grad_norms, two.grad_norms, strict=True)]
@@ -135,7 +135,7 @@ def whole(inputs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", [[], TP2, PP2], ids=["dp2", "tp2", "pp2"])
-def test_a_run_with_a_moving_reference_resumes_where_the_reference_was(whole, tmp_path, layout):
+def test_resume_restores_moving_reference(whole, tmp_path, layout):
     out, flags = whole
     flags = [*flags, *layout, "--output_dir", str(tmp_path / "out"), "--resume", str(out / "checkpoints" / "iter_0000003")]
     assert run_ranks(scripted.train, 2, flags) == [0, 0]
@@ -159,14 +159,14 @@ def refused(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
         return scripted.train(rank, world_size, flags), said.getvalue()
 
 
-def test_a_checkpoint_without_a_moving_reference_is_not_taken_for_one_with(whole, inputs, tmp_path):
+def test_resume_checkpoint_without_moving_reference_is_an_error(whole, inputs, tmp_path):
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1"]
     assert run_ranks(scripted.train, 1, [*fixed, "--output_dir", str(tmp_path), "--max_steps", "1"]) == [0]
     [(code, said)] = run_ranks(refused, 1, [*inputs, *UNALIGNED, *MOVING, "--output_dir", str(tmp_path)])
     assert code == 2 and "sync_ref_model is true, but was false" in said and "1 problem" in said
 
 
-def test_a_reference_that_has_moved_is_not_forgotten(whole, inputs, tmp_path):
+def test_resume_without_sync_ref_model_after_moves_is_an_error(whole, inputs, tmp_path):
     """Without --sync_ref_model the run would go on from the model that the first launch began with."""
     out, _ = whole
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1", "--resume", str(out / "checkpoints" / "iter_0000003")]
@@ -175,7 +175,7 @@ def test_a_reference_that_has_moved_is_not_forgotten(whole, inputs, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["two steps per rollout, two passes", "rollouts that straddle steps", "epochs that end with a short step"])
-def test_a_finished_run_made_longer_is_the_run_that_was_that_long_from_the_start(inputs, whole, tmp_path, case):
+def test_extended_finished_run_equals_longer_run(inputs, whole, tmp_path, case):
     """Its last rollout is not used up: what is left of it, and its old log-probs, are in the checkpoint. Or it ends inside an epoch, or
     with one."""
     world_size, changes = CASES[case]
@@ -199,7 +199,7 @@ def test_a_finished_run_made_longer_is_the_run_that_was_that_long_from_the_start
         (["--old_logprobs", "rollout"], "old_logprobs was auto and is rollout"),
     ],
 )
-def test_a_rollout_that_is_under_way_is_not_continued_with_other_sizes(whole, tmp_path, changes, says):
+def test_resume_in_mid_rollout_with_other_sizes_is_an_error(whole, tmp_path, changes, says):
     out, flags = whole
     before = sorted(out.rglob("*"))
     [(code, said)] = run_ranks(refused, 1, [*flags, *changes, "--output_dir", str(out), "--max_steps", "9"])
@@ -207,7 +207,7 @@ def test_a_rollout_that_is_under_way_is_not_continued_with_other_sizes(whole, tm
     assert sorted(out.rglob("*")) == before
 
 
-def test_between_rollouts_sizes_may_change(inputs, tmp_path):
+def test_resume_between_rollouts_accepts_other_sizes(inputs, tmp_path):
     flags = [*inputs, "--output_dir", str(tmp_path)]
     assert run_ranks(scripted.train, 1, [*flags, "--max_steps", "2"]) == [0]
     [(code, said)] = run_ranks(refused, 1, [*flags, "--max_steps", "3", "--steps_per_generation", "2"])

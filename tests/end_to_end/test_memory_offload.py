@@ -46,7 +46,7 @@ def train_and_watch(rank, world_size, flags):
     return scripted.train(rank, world_size, flags), held, files
 
 
-def test_a_run_that_offloads_and_is_resumed_is_the_run_that_does_not(tmp_path):
+def test_offloaded_and_resumed_run_equals_run_without_offload(tmp_path):
     small = dict(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=32)
     flags = [*write_inputs(tmp_path, rows=12, **small), *("--num_generations", "2"), *("--global_batch_size", "8"), "--log_entropy", "true"]
     flags += ["--steps_per_generation", "2", "--beta", "0.1", "--kl_in_reward", "true", "--eval_dataset", str(tmp_path / "data.jsonl")]

@@ -37,7 +37,7 @@ def command(rank, world_size, words, loses=None):
     return code, printed.getvalue()
 
 
-def test_rows_that_the_run_recorded_are_compared_with_the_trainer_of_their_version(run):
+def test_mismatch_compares_recorded_rows_with_trainer_of_their_version(run):
     [(code, printed)] = run_ranks(command, 1, [str(run / "checkpoints" / "iter_0000001"), "--json", "--rows", "8"], timeout=300)
     found = json.loads(printed)
     assert code == 0 and found["verdict"] == "" and found["named"] == [] and found["push"] == ""
@@ -53,7 +53,7 @@ def test_rows_that_the_run_recorded_are_compared_with_the_trainer_of_their_versi
     assert (run / "mismatch" / "step_000001.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_tensor_that_a_push_loses_is_named_by_its_operation(run):
+def test_mismatch_names_operation_of_tensor_missing_in_sync(run):
     lost = "model.layers.1.self_attn.q_norm.weight"
     [(code, printed)] = run_ranks(command, 1, [str(run), "--row", "2"], lost, timeout=300)
     assert code == 1

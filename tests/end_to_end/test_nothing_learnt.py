@@ -16,7 +16,7 @@ def train(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
         return scripted.train(rank, world_size, flags), said.getvalue()
 
 
-def test_a_reward_that_never_varies_is_exit_1_on_all_ranks_and_one_sentence_and_everything_is_written(tmp_path):
+def test_constant_reward_exits_with_code_1_on_all_ranks_and_writes_all_files(tmp_path):
     flags = [*write_inputs(tmp_path), "--max_steps", "3", "--output_dir", str(tmp_path / "out"), "--logprob_diff_warn", "100"]
     (tmp_path / "reward.py").write_text("def even(prompts, **columns):\n    return [float(len(prompt)) for prompt in prompts]\n")
     found = run_ranks(train, 2, flags, timeout=120)

@@ -50,7 +50,7 @@ def flags(tmp_path_factory):
     return [*write_inputs(folder, rows=12, **SMALL), "--output_dir", str(folder / "out"), "--max_steps", "2"]
 
 
-def test_ranks_with_other_settings_are_refused_by_name_on_all_of_them(flags, monkeypatch):
+def test_ranks_with_different_settings_fail_on_all_ranks_with_setting_names(flags, monkeypatch):
     monkeypatch.chdir(Path(flags[1]).parent)
 
     def files():

@@ -37,19 +37,19 @@ def run(tmp_path_factory):
     return records(folder / "out" / "metrics.jsonl"), found
 
 
-def test_the_answers_are_the_samplers(run):
+def test_outside_sampler_gives_the_completions(run):
     """Prompts 0 to 3 in the first step: 1 to 4 tokens each."""
     steps, _ = run
     assert [step["completions/mean_length"] for step in steps[:2]] == [2.5, 6.5]
 
 
-def test_the_kl_is_measured_against_the_reference(run):
+def test_outside_reference_gives_the_kl(run):
     """By k1 it is mean(log p) - mean(log p_ref), and every row is on-policy: log p is what the perplexity of the trainer says."""
     for step in run[0]:
         assert step["kl"] == pytest.approx(-math.log(step["sampling/perplexity_trainer"]) - outside_parts.LOGPROB, abs=1e-5)
 
 
-def test_the_step_that_the_guard_refuses_changes_no_weight_and_is_told(run):
+def test_outside_gradient_check_skips_the_step(run):
     _, found = run
     assert "optimizer step 2 is skipped: the gradient was rejected" in found[0][1] and found[0][1].count("was rejected") == 1
     for _, _, held in found:
@@ -64,7 +64,7 @@ def train_with_row(rank: int, world_size: int, flags: list[str]) -> int:
     return cli.main(["train", *flags])
 
 
-def test_one_row_adds_a_sampler(tmp_path):
+def test_one_table_row_adds_a_sampler(tmp_path):
     flags = [*write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
     flags += ["--verify_weight_sync", "false", "--export_hf", "false"]
     assert run_ranks(train_with_row, 1, flags) == [0]

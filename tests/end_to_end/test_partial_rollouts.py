@@ -73,7 +73,7 @@ def assert_same(out: Path, whole: Path) -> None:
         assert np.array_equal(get_weights(out)[name], wanted), name
 
 
-def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(whole):
+def test_partial_rollouts_tokens_are_at_most_one_rollout_old_and_counted(whole):
     out, _ = whole
     steps, rows = records(out / "metrics.jsonl"), rows_of(out)
     versions = {key: eval(spans) for key, (_, _, spans, _) in rows.items()}
@@ -126,7 +126,7 @@ def killed(rank: int, world_size: int, flags: list[str], moment: str) -> int:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_that_is_killed_goes_on_bit_for_bit(whole, tmp_path, moment):
+def test_partial_rollouts_killed_run_resumes_exactly(whole, tmp_path, moment):
     out, flags = whole
     flags = [*flags, "--output_dir", str(tmp_path)]
     with pytest.raises(RanksFailed, match="SIGKILL"):
@@ -140,7 +140,7 @@ def stopped(rank: int, world_size: int, flags: list[str]) -> int:
     return train(rank, world_size, flags)
 
 
-def test_a_signal_has_nothing_to_drain(whole, tmp_path):
+def test_partial_rollouts_signal_saves_without_draining(whole, tmp_path):
     out, flags = whole
     flags = [*flags, "--output_dir", str(tmp_path), "--save_steps", "100"]
     assert run_ranks(stopped, 1, flags, timeout=180) == [3]
@@ -162,7 +162,7 @@ def said(rank: int, world_size: int, flags: list[str], output: str) -> int:
     ],
     ids=["depth 0", "top_k"],
 )
-def test_what_other_settings_cannot_continue_is_dropped_and_the_log_says_it(whole, tmp_path, changes, sentence):
+def test_partial_rollouts_resume_with_other_settings_drops_parts_with_log_line(whole, tmp_path, changes, sentence):
     out, flags = whole
     at = ["--output_dir", str(tmp_path), "--resume", str(out / "checkpoints" / "iter_0000002")]
     assert run_ranks(said, 1, [*flags, *at, *changes], str(tmp_path / "said"), timeout=180) == [0]
@@ -170,7 +170,7 @@ def test_what_other_settings_cannot_continue_is_dropped_and_the_log_says_it(whol
     assert len(records(tmp_path / "metrics.jsonl")) == STEPS - 2
 
 
-def test_a_smaller_depth_drops_what_would_be_older_than_it(tmp_path):
+def test_partial_rollouts_resume_with_smaller_depth_drops_older_parts(tmp_path):
     flags = [*flags_of(tmp_path / "inputs"), "--vllm_max_num_seqs", "24"]
     at = flags.index("--async_rollout_depth")
     deep = [*flags[: at + 1], "3", *flags[at + 2 :]]
@@ -192,7 +192,7 @@ def with_a_mistake(rank: int, world_size: int, flags: list[str], output: str, ri
         return said(rank, world_size, flags, output)
 
 
-def test_parts_that_are_joined_wrongly_end_the_run_at_the_next_sampling_step(whole, tmp_path):
+def test_partial_rollouts_join_mutation_ends_the_run(whole, tmp_path):
     _, flags = whole
     right, wrong = "np.concatenate([partial.token_ids, tokens])", "np.concatenate([tokens, partial.token_ids])"
     flags = [*flags, "--output_dir", str(tmp_path)]
@@ -202,7 +202,7 @@ def test_parts_that_are_joined_wrongly_end_the_run_at_the_next_sampling_step(who
     assert len(records(tmp_path / "metrics.jsonl")) <= 2
 
 
-def test_two_ranks_train_the_same_twice(tmp_path):
+def test_partial_rollouts_two_ranks_are_deterministic(tmp_path):
     flags = [*flags_of(tmp_path / "inputs", "--tensor_model_parallel_size", "2", "--vllm_max_num_seqs", "3"), "--max_steps", "3"]
     for name in ("one", "other"):
         assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / name)], timeout=180) == [0, 0]
@@ -270,7 +270,7 @@ def assert_is_whole(out: Path, whole: Path) -> None:
         assert sum(end - begin for _, begin, end in spans) <= len(tokens)
 
 
-def test_a_run_on_servers_goes_on_over_pushes_and_knows_the_version_of_each_token(served, whole, tmp_path):
+def test_server_partial_rollouts_continue_over_syncs_with_token_versions(served, whole, tmp_path):
     flags = [*served, "--output_dir", str(tmp_path)]
     assert run_ranks(on_servers, 1, flags, env=ASKS, timeout=240) == [0]
     assert_is_whole(tmp_path, whole[0])
@@ -282,7 +282,7 @@ def test_a_run_on_servers_goes_on_over_pushes_and_knows_the_version_of_each_toke
 
 
 @pytest.mark.parametrize("moment", SERVED)
-def test_a_run_on_servers_that_is_killed_goes_on_from_what_was_saved(served, whole, tmp_path, moment):
+def test_server_partial_rollouts_killed_run_resumes(served, whole, tmp_path, moment):
     flags = [*served, "--output_dir", str(tmp_path)]
     with pytest.raises(RanksFailed, match="SIGKILL"):
         run_ranks(on_servers, 1, flags, moment, env=ASKS, timeout=240)
@@ -309,7 +309,7 @@ def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
     return on_servers(rank, world_size, flags)
 
 
-def test_a_signal_keeps_what_servers_have_sampled(served, whole, tmp_path):
+def test_server_partial_rollouts_signal_keeps_sampled_parts(served, whole, tmp_path):
     flags = [*served, "--output_dir", str(tmp_path), "--save_steps", "100"]
     assert run_ranks(on_servers_stopped, 1, flags, env=ASKS, timeout=240) == [3]
     [file] = list((tmp_path / "checkpoints").glob("iter_*/grpo/partial/rank_00000.npz"))

@@ -46,7 +46,7 @@ print(json.dumps([code, len(calls), list(files), [name for name, file in files.i
 PAGE = Path(__file__).parents[2] / "docs/architecture.md"
 
 
-def test_a_plain_run_imports_no_plug_in_and_no_other_command(tmp_path):
+def test_plain_run_imports_no_plugin_and_no_other_command(tmp_path):
     flags = [*runs.write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
     flags += ["--logprob_diff_warn", "1"]  # the scripted log-probs are a little off, and a step that is kept is no plain one
     root = Path(__file__).parents[2]

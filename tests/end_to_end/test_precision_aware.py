@@ -18,7 +18,7 @@ FEW = "--use_precision_aware_optimizer true --main_grads_dtype bf16 --main_param
 OTHERS = "--main_grads_dtype fp32 --main_params_dtype fp32 --exp_avg_dtype bf16 --tensor_model_parallel_size 2"
 
 
-def test_a_killed_run_with_few_bits_ends_as_the_one_that_was_not_and_goes_on_with_others(tmp_path):
+def test_precision_aware_killed_run_resumes_exactly_and_with_other_dtypes(tmp_path):
     common = (
         "--torch_dtype bfloat16 --lr 1e-3 --check_replicas true --check_replicas_interval 1 --async_save true --logprob_diff_warn 0.001"
     )

@@ -32,7 +32,7 @@ def without_times(path):
     return [{name: value for name, value in line.items() if "time/" not in name and name != "tokens_per_second"} for line in records(path)]
 
 
-def test_metrics_are_those_of_the_command_line(tmp_path):
+def test_python_api_metrics_equal_command_line(tmp_path):
     flags = write_inputs(tmp_path)
     run_ranks(train, 2, [*flags, "--max_steps", "2", "--output_dir", str(tmp_path / "command")], timeout=300)
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
@@ -48,7 +48,7 @@ def test_metrics_are_those_of_the_command_line(tmp_path):
     assert steps.seen == [(line["step"], line["reward"]) for line in result.history]
 
 
-def test_ctrl_c_in_the_program_saves_a_checkpoint_and_train_continues_from_it(tmp_path):
+def test_python_api_ctrl_c_saves_and_train_resumes(tmp_path):
     write_inputs(tmp_path)
 
     class Interrupt(Steps):
@@ -81,7 +81,7 @@ def test_ctrl_c_in_the_program_saves_a_checkpoint_and_train_continues_from_it(tm
     assert [step for step, _ in steps.seen] == [*range(done + 1, 13)]
 
 
-def test_trainers_one_after_another_in_ranks_of_torchrun_train_as_if_each_were_alone(tmp_path):
+def test_python_api_consecutive_trainers_under_torchrun_are_independent(tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'megatron-grpo[data]')")
     write_inputs(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
@@ -111,7 +111,7 @@ def test_trainers_one_after_another_in_ranks_of_torchrun_train_as_if_each_were_a
     assert (evaluation["step"], evaluation["n"]) == (2, 2)
 
 
-def test_the_notebook_trains_from_a_cell_and_draws(tmp_path, monkeypatch):
+def test_training_notebook_trains_and_plots(tmp_path, monkeypatch):
     jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed (pip install 'megatron-grpo[dev]')")
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed (pip install 'megatron-grpo[dev]')")
     write_inputs(tmp_path)

@@ -45,7 +45,7 @@ def referee(*argv, of: str = "native") -> tuple[int, dict]:
     return code, json.loads(out.getvalue())
 
 
-def test_a_step_dump_is_sound(run):
+def test_referee_accepts_step_dump_of_a_run(run):
     dumps = sorted((run / "debug_dump").iterdir())
     assert dumps
     for dump in dumps:
@@ -54,7 +54,7 @@ def test_a_step_dump_is_sound(run):
         assert [one["quantity"] for one in told["findings"]] == ["advantages", "tokens in the mean", "kl", "loss"]
 
 
-def test_other_settings_than_the_runs_are_named(run):
+def test_referee_names_settings_that_differ_from_the_run(run):
     *_, dump = sorted((run / "debug_dump").iterdir())
     causes = {
         "--loss_type=dapo": "length bias",
@@ -67,7 +67,7 @@ def test_other_settings_than_the_runs_are_named(run):
         assert code == 3 and (cause is None or cause in told["cause"]), told
 
 
-def test_recorded_rows_and_tables_have_their_advantages_checked_and_say_what_they_lack(run):
+def test_referee_checks_advantages_of_recorded_rows_and_names_missing_columns(run):
     for path in (run / "checkpoints" / "iter_0000002", *sorted((run / "completions").glob("*.parquet"))):
         code, told = referee(path, "--num_generations", "4")
         assert code == 0 and [one["quantity"] for one in told["findings"]] == ["advantages"], told

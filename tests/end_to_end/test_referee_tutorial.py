@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", ["sound", "faulty"])
-def test_the_tutorial_says_what_its_page_says(run, folder):
+def test_referee_tutorial_prints_the_output_of_its_page(run, folder):
     config = ("--config", folder / "train.py")
     for step in range(4):
         code, told = referee(folder / run / "referee", *config, "--step", step, of="trl")
@@ -47,7 +47,7 @@ def test_the_tutorial_says_what_its_page_says(run, folder):
     assert code == 0 and [one["quantity"] for one in told["findings"]] == ["advantages"]
 
 
-def test_with_the_models_weights_the_tutorials_temperature_is_checked(folder):
+def test_referee_tutorial_with_model_checks_temperature(folder):
     argv = ["--config", folder / "train.py", "--step", "0", "--weights", folder / "model"]
     code, told = referee(folder / "sound" / "referee", *argv, of="trl")
     assert "log-probs" in [one["quantity"] for one in told["findings"]] and code == 0, told

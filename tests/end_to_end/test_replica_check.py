@@ -37,7 +37,7 @@ def train(rank: int, world_size: int, flags: list[str]):
     return code, said.getvalue()
 
 
-def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path):
+def test_replica_check_flipped_bit_ends_the_run_and_keeps_checkpoints(tmp_path):
     flags = [*write_inputs(tmp_path, rows=12), *SIZES, "--output_dir", str(tmp_path / "out")]
     found = run_ranks(train, 2, [*flags, "--check_replicas", "--check_replicas_interval", "1"], timeout=240, env={"HF_TOKEN": SECRET})
     assert [code for code, _ in found] == [1, 1], found
@@ -62,7 +62,7 @@ def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path)
     assert code == 0 and re.search(r"weights: (\d+) of \1 tensors are those of the run", told), "not those of the step dump, but as typed"
 
 
-def test_a_run_that_is_to_warn_goes_on(tmp_path):
+def test_replica_check_with_warn_continues_the_run(tmp_path):
     flags = [*write_inputs(tmp_path, rows=12), *SIZES, "--max_steps", "2", "--save_steps", "0", "--output_dir", str(tmp_path / "out")]
     found = run_ranks(
         train,

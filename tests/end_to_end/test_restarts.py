@@ -47,7 +47,7 @@ def machines(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_goes_on_after_a_rank_has_died_and_with_the_machine_that_is_left_after_the_other_is_gone(machines, tmp_path):
+def test_restart_continues_after_lost_rank_and_on_fewer_machines(machines, tmp_path):
     """The launcher of the dead rank counts a restart; the other one may see that first, and counts none. Their store is the same."""
     out = tmp_path / "out"
     flags = [*write_inputs(tmp_path), *("--max_steps", str(STEPS)), *("--verify_weight_sync", "false"), *("--export_hf", "false")]
@@ -88,7 +88,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for children in Path(f"/proc/{pid}/task").glob("*/children") for child in children.read_text().split()]
 
 
-def test_a_job_that_is_refused_is_not_started_again_in_earnest(tmp_path):
+def test_restart_of_invalid_job_fails_before_imports(tmp_path):
     """Sizes that do not fit: said once, by the first attempt; the others end before they import anything."""
     flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out")), *("--global_batch_size", "12")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
@@ -110,7 +110,7 @@ worker.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_rank_whose_launcher_dies_while_it_imports_ends_too(tmp_path):
+def test_rank_exits_if_launcher_dies_during_imports(tmp_path):
     """At any instant: also before the first line of the command is reached, when nobody could have been asked to watch."""
     flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"))]
     for number, delay in enumerate((0.0, 0.01, 0.02, 0.04, 0.08, 0.2, 1.0)):

@@ -56,7 +56,7 @@ def _exact(step: dict) -> dict:
 @pytest.mark.parametrize(
     "layout", [[], ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]], ids=["dp2", "tp2", "pp2"]
 )
-def test_a_stopped_run_continues_as_if_it_had_not_been(uninterrupted, stopped, tmp_path, layout):
+def test_resume_of_stopped_run_equals_uninterrupted_run(uninterrupted, stopped, tmp_path, layout):
     shutil.copytree(stopped[-1], tmp_path / "out")
     assert run_ranks(train, 2, [*stopped[:-1], str(tmp_path / "out"), *layout], timeout=180) == [0, 0]
 
@@ -71,7 +71,7 @@ def test_a_stopped_run_continues_as_if_it_had_not_been(uninterrupted, stopped, t
     assert schedule == [(line["optimizer_step"], line["staleness"]) for line in records(uninterrupted / "schedule.jsonl")]
 
 
-def test_a_finished_run_is_not_trained_again(uninterrupted, inputs):
+def test_resume_of_finished_run_trains_nothing(uninterrupted, inputs):
     before = (uninterrupted / "metrics.jsonl").read_text()
     assert run_ranks(train, 2, [*inputs[1], "--output_dir", str(uninterrupted)], timeout=120) == [0, 0]
     assert (uninterrupted / "metrics.jsonl").read_text() == before
@@ -91,5 +91,5 @@ def assert_it_trained_what_it_planned(out: Path):
         assert line["staleness"] == [row["staleness"] for row in planned for rows in row["rows"] for _ in range(*rows)]
 
 
-def test_each_step_trained_the_rows_that_the_plan_says(uninterrupted):
+def test_steps_train_the_planned_rows(uninterrupted):
     assert_it_trained_what_it_planned(uninterrupted)

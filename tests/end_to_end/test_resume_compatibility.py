@@ -65,7 +65,7 @@ def everything_in(out: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_a_finished_run_started_again_says_that_nothing_is_left(run):
+def test_resume_finished_run_logs_that_nothing_is_left(run):
     out, flags = run
     before = (out / "metrics.jsonl").read_text()
     [(code, told)] = run_ranks(heard, 1, [*flags, "--max_steps", "4"])
@@ -74,7 +74,7 @@ def test_a_finished_run_started_again_says_that_nothing_is_left(run):
     assert told.count("The run is complete (4 optimizer steps).") == 1
 
 
-def test_what_changed_is_printed_once_by_one_rank_and_the_run_goes_on(run):
+def test_resume_prints_changes_once_and_continues(run):
     out, flags = run
     results = run_ranks(heard, 2, [*flags, "--max_steps", "5", "--lr", "5e-4", "--epsilon", "0.1", "--padded_vocab_multiple", "96"])
     assert [code for code, _ in results] == [0, 0], results
@@ -119,7 +119,7 @@ def nothing(folder, out):
     (nothing, ["--resume", "{out}/checkpoints/iter_0000003", "--temperature", "0.5"], "temperature was 1.0 and is 0.5"),
     (nothing, ["--resume", "{out}/../elsewhere"], "has no checkpoint"),
 ], ids=["model", "vocabulary", "data", "bytes", "seed", "temperature within a rollout", "path"])  # fmt: skip
-def test_what_cannot_be_continued_is_refused_before_a_model_loads_and_leaves_output_dir_as_it_is(run, harm, flags, says):
+def test_resume_incompatible_run_is_an_error_before_loading_and_changes_no_file(run, harm, flags, says):
     out, given = run
     harm(out.parent, out)
     before = everything_in(out)
@@ -134,7 +134,7 @@ def refused_on_its_own_machine(rank, world_size, flags):
     return refused(rank, world_size, flags)
 
 
-def test_files_that_differ_between_machines_are_refused_on_all_ranks_and_named(tmp_path, monkeypatch):
+def test_resume_different_files_between_machines_are_an_error_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = write_inputs(tmp_path / "machine0", **SMALL)
     shutil.copytree(tmp_path / "machine0", tmp_path / "machine0" / "teacher")
@@ -154,7 +154,7 @@ def test_files_that_differ_between_machines_are_refused_on_all_ranks_and_named(t
     assert not (tmp_path / "out" / "config.yaml").exists()
 
 
-def test_a_restart_does_not_overwrite(run):
+def test_restart_overwrites_no_file(run):
     out, flags = run
     [(code, told)] = run_ranks(
         heard, 1, [*flags, "--max_steps", "5", "--overwrite_output_dir", "true"], env={"TORCHELASTIC_RESTART_COUNT": "1"}

@@ -40,7 +40,7 @@ def train(rank, world_size, flags, mode):
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_rows_that_wait_keep_their_experts_over_a_checkpoint(tmp_path, mode):
+def test_router_replay_pending_rows_keep_experts_over_a_checkpoint(tmp_path, mode):
     flags = [*write_inputs(tmp_path, rows=12, layers=1, hidden=8, heads=2, kv_heads=2, head_dim=8, ffn=8), *("--global_batch_size", "8")]
     shutil.rmtree(tmp_path / "model")
     write_tiny(tmp_path / "model", "qwen3_moe", **MODEL)

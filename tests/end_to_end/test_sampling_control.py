@@ -82,7 +82,7 @@ def alive_by_number(flags: list[str], count: int) -> list[bool]:
     return [not prompt.columns["dead"] for prompt in stream.take(count)]
 
 
-def test_only_live_groups_train_and_each_live_prompt_does_exactly_once(run):
+def test_dynamic_sampling_trains_each_prompt_with_a_signal_once(run):
     mode, out, flags = run
     rollouts = trained(out)
     assert [len(rollout) for rollout in rollouts] == [GROUPS] * STEPS
@@ -94,7 +94,7 @@ def test_only_live_groups_train_and_each_live_prompt_does_exactly_once(run):
     assert all(step["frac_reward_zero_std"] == 0 for step in records(out / "metrics.jsonl")) == (mode != "over-sampled")
 
 
-def test_metrics_count_what_it_took(run):
+def test_dynamic_sampling_metrics_count_sampled_prompts(run):
     mode, out, _ = run
     before = 0
     for step in records(out / "metrics.jsonl"):
@@ -108,7 +108,7 @@ def test_metrics_count_what_it_took(run):
 
 
 @pytest.mark.parametrize("layout", [[], ["--tensor_model_parallel_size", "2", "--micro_batch_size", "4"]], ids=["dp2", "tp2"])
-def test_a_resumed_run_asks_the_prompts_that_were_next(run, tmp_path, layout):
+def test_dynamic_sampling_resume_continues_with_the_next_prompts(run, tmp_path, layout):
     _, out, flags = run
     at = str(out / "checkpoints" / "iter_0000002")
     assert run_ranks(scripted.train, 2, [*flags, *layout, "--output_dir", str(tmp_path), "--resume", at]) == [0, 0]
@@ -134,7 +134,7 @@ def _same_file() -> bool:
     return Path("/proc/self/fd/1").resolve() == Path("/proc/self/fd/2").resolve()
 
 
-def test_a_failing_reward_ends_the_run_with_its_own_sentence(inputs, tmp_path):
+def test_failing_reward_ends_the_run_with_its_error(inputs, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
         'calls = []\n\n\ndef late(completion_ids, **columns):\n    calls.append(1)\n    if len(calls) > 1:\n'

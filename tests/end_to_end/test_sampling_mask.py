@@ -25,7 +25,7 @@ class Counts(Environment):
 """
 
 
-def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tmp_path):
+def test_sampling_mask_pending_rows_keep_it_over_a_checkpoint_in_another_layout(tmp_path):
     flags = [
         *write_inputs(tmp_path, rows=12, layers=1, hidden=16, ffn=16, std=0.4),
         *CUT,
@@ -50,7 +50,7 @@ def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tm
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-def test_turns_of_episodes_have_their_words_and_an_adapter_trains_on_them(tmp_path):
+def test_sampling_mask_of_episode_turns_trains_an_adapter(tmp_path):
     write_chat(tmp_path / "model", template=DROPS, ends=4.0, layers=1)
     rows = [{"prompt": [{"role": "user", "content": f"q {i}"}]} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

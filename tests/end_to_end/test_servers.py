@@ -124,7 +124,7 @@ def refusal(call) -> tuple[int, str]:
 # ---- the door
 
 
-def test_without_the_token_nothing_answers_but_401(servers):
+def test_server_without_token_answers_401(servers):
     server, codes, bodies = servers[0], set(), set()
     wrong = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"bearer {TOKEN}"}, {"Authorization": ""},
              {"Authorization": f"Basic {TOKEN}"}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": f"Bearer {TOKEN[:-1]}"},
@@ -154,7 +154,7 @@ def test_without_the_token_nothing_answers_but_401(servers):
     assert codes == {401} and bodies == {wire.encode_error("the token is missing or wrong"), b""}  # HEAD has no body
 
 
-def test_a_token_in_the_body_or_half_a_request_opens_nothing(servers):
+def test_server_token_in_body_or_incomplete_request_is_rejected(servers):
     """What no HTTP library would send."""
     for said in (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /state HTTP/1.0\r\n\r\n",
                  b"GET http://x/state HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -168,7 +168,7 @@ def test_a_token_in_the_body_or_half_a_request_opens_nothing(servers):
         assert head.split(b" ")[1:2] in ([], [b"400"], [b"401"]), (said, head)
 
 
-def test_with_the_token_there_are_ten_routes_and_each_says_what_is_wrong(servers, plain):
+def test_server_routes_name_errors_in_requests(servers, plain):
     for path, method, status in (("/nothing", "GET", 404), ("/docs", "GET", 404), ("/v1/models", "GET", 404), ("/state", "DELETE", 405),
                                  ("/generate", "GET", 405), ("/claim", "GET", 405)):  # fmt: skip
         connection, answer = plain.request(method, path)
@@ -183,7 +183,7 @@ def test_with_the_token_there_are_ten_routes_and_each_says_what_is_wrong(servers
     assert plain.state().owner == "a run"  # and it lives
 
 
-def test_a_stranger_with_the_token_is_told_to_claim_and_changes_nothing(plain):
+def test_server_request_without_claim_is_an_error_and_changes_nothing(plain):
     mine, plain.incarnation = plain.incarnation, "stranger"
     join = wire.JoinRequest(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
     bodies = {"/release": wire.EmptyBody(), "/join": join, "/weights": wire.WeightUpdateRequest(version=1, link="x"), "/generate": asked(1),
@@ -222,7 +222,7 @@ def give_up(link, server: Server, named) -> None:
     assert status == 500 and "the trainer cancelled this weight update" in says
 
 
-def test_first_pushes_that_fail_in_any_way_do_not_spoil_the_first_that_comes_whole(plain, trainer, models):
+def test_server_failed_first_syncs_do_not_affect_the_first_complete_one(plain, trainer, models):
     """They go through vLLM's reload, which would count what came of a layer towards the next one: wrong weights, or an error far from its
     cause. Later pushes go by a table of their own.
     """
@@ -240,7 +240,7 @@ def test_first_pushes_that_fail_in_any_way_do_not_spoil_the_first_that_comes_who
     assert gap_of_samples(plain.generate(asked(1)), load_tiny(models[1])) < 1e-4 and gap_of_scores(plain, load_tiny(models[1])) < 1e-4
 
 
-def test_a_server_answers_by_no_weights_but_those_that_were_pushed_and_every_worker_has_them(plain, lora, trainer, models):
+def test_server_answers_only_with_synced_weights_on_all_workers(plain, lora, trainer, models):
     for server in (plain, lora):
         for version in (0, 1):
             status, says = refusal(lambda server=server, version=version: server.call("/generate", asked(version)))
@@ -262,7 +262,7 @@ def test_a_server_answers_by_no_weights_but_those_that_were_pushed_and_every_wor
 
 
 @pytest.mark.parametrize("num", [0, 9])
-def test_a_push_given_up_later_leaves_no_version_and_does_not_spoil_the_next(plain, trainer, models, num):
+def test_server_cancelled_sync_leaves_no_version_and_next_is_exact(plain, trainer, models, num):
     link = trainer.link(plain)
     push(link, weights(models[2]), plain, version=1)
     give_up(link, plain, weights(models[1])[:num])
@@ -271,7 +271,7 @@ def test_a_push_given_up_later_leaves_no_version_and_does_not_spoil_the_next(pla
     assert gap_of_samples(plain.generate(asked(2)), load_tiny(models[1])) < 1e-4
 
 
-def test_a_tensor_that_did_not_come_is_named_and_there_is_no_version(plain, trainer, models):
+def test_server_missing_tensor_is_named_and_leaves_no_version(plain, trainer, models):
     link = trainer.link(plain)
     push(link, weights(models[2]), plain, version=1)
     status, says = refusal(
@@ -283,7 +283,7 @@ def test_a_tensor_that_did_not_come_is_named_and_there_is_no_version(plain, trai
     assert gap_of_scores(plain, load_tiny(models[1])) < 1e-4
 
 
-def test_a_tensor_that_is_wrong_is_seen_by_the_scores_and_one_of_another_shape_by_the_server(plain, trainer, models):
+def test_server_wrong_tensor_is_detected_by_probes_and_wrong_shape_by_server(plain, trainer, models):
     link = trainer.link(plain)
     push(link, [(n, t * 1.5 if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1])], plain, version=1)
     assert gap_of_scores(plain, load_tiny(models[1])) > 1e-2
@@ -297,7 +297,7 @@ def test_a_tensor_that_is_wrong_is_seen_by_the_scores_and_one_of_another_shape_b
     assert gap_of_scores(plain, load_tiny(models[1])) < 1e-4
 
 
-def test_a_push_over_a_link_that_was_not_joined_is_refused_at_once(plain):
+def test_server_sync_over_unjoined_link_is_an_error(plain):
     status, says = refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=1, link="nobody's")))
     assert status == 500 and 'not a member of the link "nobody\'s"; join it first' in says
     join = wire.JoinRequest(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
@@ -334,7 +334,7 @@ def is_idle(server: Server) -> bool:
     return True
 
 
-def test_a_caller_that_leaves_takes_its_requests_with_it(plain, trainer, models):
+def test_server_disconnected_client_aborts_its_requests(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     connection, stream = opened(plain, long(1))
     stream.close()
@@ -345,7 +345,7 @@ def test_a_caller_that_leaves_takes_its_requests_with_it(plain, trainer, models)
 
 
 @pytest.mark.parametrize("change", ["claim", "release", "push"])
-def test_what_an_earlier_owner_or_version_asked_for_is_never_answered(plain, trainer, models, change):
+def test_server_aborts_requests_of_earlier_owner_or_version(plain, trainer, models, change):
     link = trainer.link(plain)
     push(link, weights(models[1]), plain, version=1)
     connection, stream = opened(plain, long(1))
@@ -363,7 +363,7 @@ def test_what_an_earlier_owner_or_version_asked_for_is_never_answered(plain, tra
         assert gap_of_samples(plain.generate(asked(2)), load_tiny(models[2])) < 1e-4
 
 
-def test_what_is_wrong_with_one_request_is_its_line_and_the_others_are_answered(plain, trainer, models):
+def test_server_invalid_request_fails_alone_in_its_batch(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     good = asked(1).requests
     wrong = {
@@ -386,7 +386,7 @@ def test_what_is_wrong_with_one_request_is_its_line_and_the_others_are_answered(
     assert plain.state().running == 0
 
 
-def test_a_stream_is_never_silent_while_the_server_lives(plain, trainer, models):
+def test_server_stream_sends_keepalive_lines(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     connection, stream = opened(plain, long(1))
     engine = plain.pid_of("EngineCore")
@@ -403,7 +403,7 @@ def test_a_stream_is_never_silent_while_the_server_lives(plain, trainer, models)
     assert is_idle(plain)
 
 
-def test_metrics_are_vllms_and_ours(plain, trainer, models):
+def test_server_metrics_include_those_of_vllm(plain, trainer, models):
     def numbers():
         lines = plain.call("/metrics").decode().splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line and line[0] != "#")}
@@ -451,7 +451,7 @@ def merged(path: Path, tensors: dict[str, torch.Tensor]):
     return model
 
 
-def test_an_adapter_comes_by_the_same_link_and_only_whole_to_the_base_that_this_run_pushed(plain, lora, trainer, models):
+def test_server_adapter_sync_needs_complete_adapter_and_own_base(plain, lora, trainer, models):
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": [name.rpartition(".")[2] for name in MODULES],
               "bias": "none", "task_type": "CAUSAL_LM"}  # fmt: skip
     names = tuple(f"model.layers.{layer}.{module}" for layer in range(2) for module in MODULES)
@@ -493,7 +493,7 @@ def test_an_adapter_comes_by_the_same_link_and_only_whole_to_the_base_that_this_
 # ---- ends
 
 
-def test_a_server_whose_engine_dies_in_a_push_ends_by_itself_and_the_others_take_the_next(plain, lora, trainer, models):
+def test_server_with_lost_engine_exits_and_others_take_next_sync(plain, lora, trainer, models):
     link = trainer.link(plain, lora)
     engine = lora.pid_of("EngineCore")
 
@@ -518,7 +518,7 @@ def test_a_server_whose_engine_dies_in_a_push_ends_by_itself_and_the_others_take
     assert "The engine of this server died" in lora.log.read_text() and not lora.address_file.exists()
 
 
-def test_a_server_that_was_frozen_has_not_heard_of_the_weights_that_came_meanwhile(plain, trainer, models):
+def test_server_frozen_during_sync_does_not_have_the_new_weights(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     stopped = plain.worker_pid()
     os.kill(stopped, signal.SIGSTOP)
@@ -531,7 +531,7 @@ def test_a_server_that_was_frozen_has_not_heard_of_the_weights_that_came_meanwhi
     assert status == 409 and "has version 1, but version 2 was requested" in says
 
 
-def test_a_server_that_is_killed_leaves_no_engine(plain, trainer, models):
+def test_server_killed_leaves_no_engine_process(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     connection, stream = opened(plain, long(1))
     assert plain.pid_of("EngineCore")
@@ -543,7 +543,7 @@ def test_a_server_that_is_killed_leaves_no_engine(plain, trainer, models):
     assert plain.has_left_nothing() and plain.process.wait(10) != 0
 
 
-def test_tls_a_token_that_was_made_and_a_clean_end_in_the_middle_of_a_stream(servers, certificate, trainer, moe_models):
+def test_server_tls_generated_token_and_sigterm_during_stream_work(servers, certificate, trainer, moe_models):
     server, folder = servers[2], servers[2].log.parent.parent
     token = (folder / "token").read_text().strip()
     assert len(token) > 40 and (folder / "token").stat().st_mode & 0o777 == 0o600 and token not in server.log.read_text()

@@ -19,7 +19,7 @@ def train(rank, world_size, flags):
     return scripted.train(rank, world_size, flags)
 
 
-def test_a_run_that_did_not_share_is_continued_by_one_that_does(tmp_path):
+def test_resume_of_unshared_run_with_shared_prefix_is_equal(tmp_path):
     """From the middle of a rollout, where sampled rows wait: they know their groups' prefix, whoever sampled them."""
     flags = [*write_inputs(tmp_path, rows=12, **SMALL), *("--global_batch_size", "8"), *("--steps_per_generation", "2")]
     flags += [*("--num_iterations", "2"), *("--beta", "0.02"), *("--max_tokens_per_micro_batch", "64"), *("--save_steps", "3")]

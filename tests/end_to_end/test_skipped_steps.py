@@ -65,7 +65,7 @@ def steps_of(out: Path) -> list[dict]:
     return [{name: step[name] for name in EXACT if name in step} for step in records(out / "metrics.jsonl")]
 
 
-def test_a_run_skips_what_is_spoilt_and_goes_on(whole):
+def test_run_skips_bad_gradients_and_continues(whole):
     out, said = whole
     steps = records(out / "metrics.jsonl")
     assert [step["skipped_iterations"] for step in steps] == [0, 0, 1, 1, 1, 1, 2, 2]
@@ -75,7 +75,7 @@ def test_a_run_skips_what_is_spoilt_and_goes_on(whole):
     assert "optimizer step 7 is skipped: its gradient norm" in said and "(skip_grad_norm_factor)" in said
 
 
-def test_a_skipped_step_is_kept_and_comes_again(whole):
+def test_skipped_step_is_dumped_and_replays(whole):
     """What spoilt it was no number of its rows: on one rank, without the hook, its gradient is sound."""
     out, said = whole
     assert sorted(path.name for path in out.glob("debug_dump/*")) == ["step_000003_not_finite", "step_000007_spike"]
@@ -86,7 +86,7 @@ def test_a_skipped_step_is_kept_and_comes_again(whole):
     assert max(row["forward"] for row in told["rows"]) < 1e-4 and told["numbers"]["loss"] == pytest.approx(told["was"]["loss"], abs=1e-6)
 
 
-def test_rank_micro_batch_and_rows_are_told_and_written_down(whole, inputs):
+def test_skipped_step_logs_rank_micro_batch_and_rows(whole, inputs):
     out, said = whole
     spoilt, spike = records(out / "skipped.jsonl")
     schedule = {line["step"]: line["rows"] for line in records(out / "schedule.jsonl")}
@@ -99,7 +99,7 @@ def test_rank_micro_batch_and_rows_are_told_and_written_down(whole, inputs):
         assert named in said and row["prompt_number"] == 6 * row["rollout"] + row["row"] // 4
 
 
-def test_checkpoints_are_good_once_what_their_weights_sampled_was_trained(whole):
+def test_checkpoint_is_marked_good_once_its_samples_are_trained(whole):
     """Rollouts come in at steps 0, 3 and 6, by the weights of those steps; step 6 (the seventh) was skipped, step 7 trains its rows."""
     out, _ = whole
     good = {int(path.parent.name[5:]) for path in out.glob("checkpoints/iter_*/good.json")}
@@ -107,7 +107,7 @@ def test_checkpoints_are_good_once_what_their_weights_sampled_was_trained(whole)
 
 
 @pytest.mark.parametrize("after", [3, 6])
-def test_a_resumed_run_skips_the_same_steps_and_is_the_same_to_the_bit(inputs, whole, tmp_path, after):
+def test_resumed_run_skips_the_same_steps_exactly(inputs, whole, tmp_path, after):
     """From just after a step that was spoilt, and from before one that a median decides: its norms come from the checkpoint.
 
     The resumed runs save by the clock, after each step.
@@ -124,7 +124,7 @@ def test_a_resumed_run_skips_the_same_steps_and_is_the_same_to_the_bit(inputs, w
     assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
 
-def test_so_many_in_a_row_end_the_run_with_the_last_good_checkpoint_named_from_which_it_goes_on(inputs, tmp_path):
+def test_consecutive_skipped_steps_end_the_run_and_name_the_last_good_checkpoint(inputs, tmp_path):
     out = tmp_path / "out"
     flags = [*inputs[1], "--output_dir", str(out), "--max_skipped_steps", "3", "--save_total_limit", "1"]
     found = run_ranks(train, 2, flags, (2, 4, 5, 6, 7), timeout=240)

@@ -49,7 +49,7 @@ REAL = pytest.mark.skipif(
 
 @pytest.mark.parametrize("cluster", [StandIn, pytest.param(Slurm, marks=REAL)])
 @pytest.mark.parametrize("job_file", ["two_nodes.slurm"])
-def test_a_job_whose_time_is_up_is_queued_again_and_ends_as_if_nothing_had_been(inputs, tmp_path, cluster, job_file):
+def test_slurm_job_at_time_limit_is_requeued_and_resumes_exactly(inputs, tmp_path, cluster, job_file):
     folder, flags, undisturbed = inputs
     out, pace, log, here = tmp_path / "out", tmp_path / "pace", tmp_path / "log", tmp_path / "bin"
     pace.mkdir(), here.mkdir()

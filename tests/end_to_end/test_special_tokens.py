@@ -45,7 +45,7 @@ def sampled_ids(out):
     return [[token for token, logprob in zip(ids, logprobs, strict=True) if logprob == logprob] for ids, logprobs in rows]
 
 
-def test_a_stop_string_that_is_a_special_token_stops_and_tags_reach_the_rewards(base_model, tmp_path):
+def test_special_token_as_stop_string_stops_and_reaches_rewards(base_model, tmp_path):
     folder = base_model.parent
     flags = ["--model", base_model, "--dataset", folder / "data.jsonl", "--eval_dataset", folder / "data.jsonl", "--eval_steps", "1"]
     flags += ["--reward_funcs", f"{folder}/reward.py:tagged", "--num_generations", "8", "--generation_batch_size", "32", "--max_steps", "1"]

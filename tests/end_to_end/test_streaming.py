@@ -64,7 +64,7 @@ def assert_same_run(out: Path, whole: Path):
     assert all(np.array_equal(found, expected[name]) for name, found in get_weights(out).items())
 
 
-def test_where_a_block_holds_all_rows_the_run_is_the_one_without_streaming(inputs, tmp_path):
+def test_streaming_with_one_block_equals_run_without_streaming(inputs, tmp_path):
     _, flags = inputs
     streamed = ["--streaming", "true", "--max_prompt_length", "20"]
     for name, more in (("with", streamed), ("without", ["--max_prompt_length", "20"])):
@@ -73,7 +73,7 @@ def test_where_a_block_holds_all_rows_the_run_is_the_one_without_streaming(input
     assert_same_run(tmp_path / "with", tmp_path / "without")
 
 
-def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_number_of_ranks_with_the_same_rows(inputs, whole, tmp_path):
+def test_streaming_stopped_run_resumes_exactly_and_on_other_world_size_with_same_rows(inputs, whole, tmp_path):
     _, flags = inputs
     flags = [*flags, *STREAMED, "--output_dir"]
     results = run_ranks(stopped_when_it_has_trained, 2, [*flags, str(tmp_path / "out")], 2)
@@ -91,7 +91,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_number_of_ranks_with_t
     assert [step["num_tokens"] for step in steps_of(tmp_path / "one")] == [step["num_tokens"] for step in steps_of(whole)]
 
 
-def test_a_kept_step_and_recorded_rows_are_taken_again_without_the_data_set(inputs, whole):
+def test_streaming_step_dump_and_recorded_rows_replay_without_dataset(inputs, whole):
     folder, _ = inputs
     data = folder / "data.jsonl"
     data.rename(folder / "gone")
@@ -107,7 +107,7 @@ def test_a_kept_step_and_recorded_rows_are_taken_again_without_the_data_set(inpu
     assert [(one["step"], one["num_prompts"]) for one in told] == [(step, 7) for step in (0, 4, STEPS)]
 
 
-def test_a_bad_row_ends_the_run_saved_and_once_it_is_mended_the_run_goes_on_bit_for_bit(inputs, whole, tmp_path):
+def test_streaming_bad_row_saves_and_ends_the_run_and_resume_is_exact(inputs, whole, tmp_path):
     folder, flags = inputs
     good = (folder / "data.jsonl").read_text().splitlines(keepends=True)
     data = tmp_path / "data.jsonl"
@@ -126,7 +126,7 @@ def test_a_bad_row_ends_the_run_saved_and_once_it_is_mended_the_run_goes_on_bit_
     assert_same_run(tmp_path / "out", whole)
 
 
-def test_what_streaming_cannot_go_with_is_refused_before_a_model_loads(inputs, whole, tmp_path):
+def test_streaming_incompatible_settings_are_errors_before_loading(inputs, whole, tmp_path):
     from tests.end_to_end.test_resume_compatibility import refused
 
     folder, flags = inputs

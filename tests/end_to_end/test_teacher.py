@@ -55,7 +55,7 @@ def teacher(folder):
         server.close()
 
 
-def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
+def test_teacher_server_scores_equal_transformers_and_rejects_other_requests(teacher):
     server, path = teacher
     model = load_tiny(path)
     rng = np.random.default_rng(3)
@@ -112,7 +112,7 @@ def kl_to(teacher, student) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def test_a_student_without_any_reward_comes_closer_to_its_teacher(teacher, folder, named):
+def test_teacher_kl_to_student_falls_without_rewards(teacher, folder, named):
     flags = without_rewards(write_inputs(folder / "run"))
     flags += ["--output_dir", str(folder / "out"), "--max_steps", str(STEPS), "--lr", "3e-3", "--save_steps", str(STEPS)]
     assert run_ranks(train, 2, [*flags, *named], env=ASKS, timeout=180) == [0, 0]
@@ -124,7 +124,7 @@ def test_a_student_without_any_reward_comes_closer_to_its_teacher(teacher, folde
     assert after < 0.9 * before, (before, after)
 
 
-def test_what_the_teacher_said_outlives_a_resume_and_can_be_weighed_otherwise_afterwards(folder, named):
+def test_teacher_logprobs_survive_resume_with_another_weight(folder, named):
     """Of a rollout of two steps the second is trained from a checkpoint, by rows that had waited in it. No teacher is asked again."""
     inputs = [*write_inputs(folder / "two"), "--save_steps", "1", "--record_rows", "true", "--export_hf", "false"]
     inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_sync", "false"]
@@ -154,7 +154,7 @@ def refused(rank: int, world_size: int, flags: list[str]) -> str:
     return " ".join(said.getvalue().split())
 
 
-def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, teacher):
+def test_teacher_with_another_vocabulary_is_an_error_before_loading(folder, named, teacher):
     flags = write_inputs(folder / "other", vocab=120)
     for words, sentence in (
         (named, "whose vocabulary differs from the policy's"),
@@ -166,7 +166,7 @@ def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, teach
     assert "start it with --vllm_max_model_len 107" in run_ranks(refused, 1, flags, env=ASKS)[0]
 
 
-def test_a_frozen_server_is_no_rollout_server(teacher, folder, named):
+def test_teacher_server_is_rejected_as_rollout_server(teacher, folder, named):
     flags = ["--vllm_mode", "server", "--vllm_server_host", f"@{teacher[0].address_file}", "--output_dir", str(folder / "none")]
     inputs = write_inputs(folder / "pushed")
     at = inputs.index("--vllm_kv_cache_memory_mb")
@@ -197,7 +197,7 @@ def same_steps(one, other, **within) -> None:
         assert [step[name] for step in ours] == pytest.approx([step[name] for step in theirs], **within), name
 
 
-def test_a_teacher_in_the_ranks_teaches_as_its_server_does_and_another_one_is_said_on_resuming(teacher, folder, named, tmp_path):
+def test_local_teacher_equals_teacher_server_and_resume_logs_another_teacher(teacher, folder, named, tmp_path):
     flags = scripted_flags(tmp_path / "in", "--save_steps", "1", "--save_total_limit", "none")
     held = ["--teacher_model", str(teacher[1]), "--offload_teacher_model", "true", "--tensor_model_parallel_size", "2"]
     said = run_ranks(told, 1, [*flags, *named, "--output_dir", str(tmp_path / "served")], env=ASKS)
@@ -215,7 +215,7 @@ def test_a_teacher_in_the_ranks_teaches_as_its_server_does_and_another_one_is_sa
     assert f"teacher  {now} -> {before}" in run_ranks(told, 1, again, env=ASKS)[0]
 
 
-def test_a_run_one_rollout_ahead_with_adapters_a_reference_and_a_teacher_resumes_bit_for_bit(teacher, tmp_path):
+def test_async_lora_run_with_reference_and_teacher_resumes_exactly(teacher, tmp_path):
     flags = [*scripted_flags(tmp_path / "in", *AHEAD, *CORRECTED, *LORA), "--max_steps", "4", "--save_steps", "2"]
     flags += ["--teacher_model", str(teacher[1]), "--beta", "0.1", "--temperature", "0.7", "--max_tokens_per_micro_batch", "40"]
     run_ranks(told, 2, [*flags, "--output_dir", str(tmp_path / "whole")])
@@ -227,7 +227,7 @@ def test_a_run_one_rollout_ahead_with_adapters_a_reference_and_a_teacher_resumes
     assert whole[0]["time/teacher"] > 0
 
 
-def test_a_teacher_with_experts_teaches_a_dense_student_under_expert_parallelism_and_is_not_asked_for_afterwards(tmp_path):
+def test_moe_teacher_under_expert_parallelism_equals_one_rank(tmp_path):
     large = write_tiny(tmp_path / "large", "qwen3_moe", layers=3, ffn=36, seed=3, std=0.05)
     flags = [*scripted_flags(tmp_path / "in"), "--teacher_model", str(large), "--temperature", "0.9"]
     run_ranks(told, 1, [*flags, "--output_dir", str(tmp_path / "one")])

@@ -16,19 +16,19 @@ from tools.torturing.moments import MOMENTS, MOMENTS_OF_RANK_0
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_run_that_is_killed_then_stopped_and_then_finds_its_checkpoint_damaged_is_the_undisturbed_run():
+def test_run_killed_stopped_and_damaged_equals_undisturbed_run():
     ended = subprocess.run([sys.executable, "tools/torture.py", "--short"], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     assert f"{len(SHORT)} faults: {len(SHORT)} kept, 0 broken" in ended.stdout
 
 
-def test_the_table_has_more_than_120_faults_each_by_its_own_name():
+def test_torture_has_more_than_120_distinct_faults():
     names = [fault.name for fault in FAULTS]
     assert len(names) > 120 and len(set(names)) == len(names) and set(names) >= SHORT
     assert all(fault.promise for fault in FAULTS)
 
 
-def test_the_table_of_the_page_is_of_faults_that_are_there_and_were_kept():
+def test_torture_page_lists_existing_faults():
     page = (ROOT / "docs/reliability.md").read_text()
     table = page.partition("<!-- torture -->")[2].partition("<!-- /torture -->")[0]
     _, _, table = table.partition("| family | promise | kept | faults |\n|---|---|---|---|\n")
@@ -43,6 +43,6 @@ def test_the_table_of_the_page_is_of_faults_that_are_there_and_were_kept():
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS, *MOMENTS_OF_RANK_0])
-def test_a_moment_is_a_call_of_something_that_is_there(moment):
+def test_torture_moments_are_existing_functions(moment):
     module, _, path = {**MOMENTS, **MOMENTS_OF_RANK_0}[moment][0].partition(":")
     assert callable(reduce(getattr, path.split("."), importlib.import_module(module)))

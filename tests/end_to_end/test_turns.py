@@ -67,7 +67,7 @@ def end_in_mid_rollout(rank: int, world_size: int, flags: list[str], steps: int,
     return train(rank, world_size, flags)
 
 
-def test_a_run_that_is_killed_and_stopped_in_mid_rollout_is_the_run_that_nobody_stopped(flags, tmp_path):
+def test_episode_run_killed_and_stopped_in_mid_rollout_resumes_exactly(flags, tmp_path):
     here = Path(flags[flags.index("--dataset") + 1]).parent
     assert run_ranks(train, 1, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0]
     flags = [*flags, "--output_dir", str(tmp_path / "out")]

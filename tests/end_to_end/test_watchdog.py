@@ -30,7 +30,7 @@ def train_and_stop(rank: int, world_size: int, flags: list[str], stops: bool) ->
     return main(["train", "--verify_weight_sync", "false", *flags], engine=engine, gradient_check=Stops())
 
 
-def test_a_run_whose_rank_is_stopped_names_it_and_can_be_resumed(tmp_path):
+def test_watchdog_names_stopped_rank_and_run_resumes(tmp_path):
     out = tmp_path / "out"
     flags = [*write_inputs(tmp_path), "--output_dir", str(out), *"--max_steps 3 --save_steps 1 --rank_heartbeat_timeout 15".split()]
     with pytest.raises(RanksFailed) as failed:

@@ -22,14 +22,14 @@ def record(trainer: str, *, reward: list[float], step: float, ranks: int = 1, se
     return fixed | dict(trainer=trainer, cpu=cpu, reward=reward, length=[4.0] * len(cpu), dead=[0.0] * len(cpu))
 
 
-def test_figures_count_cpu_seconds_up_to_the_first_step_that_ends_a_good_window():
+def test_benchmark_counts_cpu_seconds_to_the_first_window_above_target():
     found = benchmark.compute_figures(record("ours", reward=[0.0] * 5 + [1.0] * 5, step=2.0))
     assert found == {
         "first step": 10.0, "a step": 2.0, "to the reward": 28.0, "end": 3.0, "whole run": 31.0, "steps to the reward": 10,
     }  # fmt: skip  # 0.9 in the mean of five steps: all five are 1
 
 
-def test_a_reward_that_is_not_reached_has_no_ratio(capsys, tmp_path):
+def test_benchmark_unreached_reward_has_no_ratio(capsys, tmp_path):
     runs = [record(trainer, reward=[0.5] * 6, step=step) for trainer, step in (("TRL", 3.0), ("ours", 2.0))]
     assert math.isinf(benchmark.compute_figures(runs[0])["to the reward"])
     benchmark.report(runs, tmp_path / "runs.png")
@@ -38,13 +38,13 @@ def test_a_reward_that_is_not_reached_has_no_ratio(capsys, tmp_path):
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
-def test_ratios_are_of_runs_with_the_same_seed_and_processes():
+def test_benchmark_ratios_compare_equal_seeds_and_processes():
     runs = [record("TRL", reward=[1.0] * 6, step=4.0, seed=seed) for seed in (0, 1)] + [record("ours", reward=[1.0] * 6, step=2.0, seed=1)]
     ((case, ranks, pairs),) = benchmark.iterate_pairs([*runs, record("ours", reward=[1.0] * 6, step=2.0, ranks=2)])
     assert (case, ranks, len(pairs)) == ("quickstart", 1, 1)
 
 
-def test_the_model_of_the_longer_run_answers_evenly_draws_lognormal_lengths_and_counts_down(tmp_path):
+def test_benchmark_model_has_even_answers_and_lognormal_lengths(tmp_path):
     import torch
 
     from tests.tiny_models import EOS, load_tiny
@@ -66,7 +66,7 @@ def test_the_model_of_the_longer_run_answers_evenly_draws_lognormal_lengths_and_
 
 
 @pytest.mark.parametrize("trainer", ["ours", "TRL"])
-def test_a_run_is_measured_at_each_step_and_reported(trainer, tmp_path, monkeypatch, capsys):
+def test_benchmark_measures_each_step_and_writes_report(trainer, tmp_path, monkeypatch, capsys):
     if trainer == "TRL":
         pytest.importorskip("trl", reason="TRL is not installed (pip install 'megatron-grpo[dev]')")
     monkeypatch.setattr(benchmark, "LONGER", benchmark.LONGER | {"max_completion_length": 8, "global_batch_size": 16})

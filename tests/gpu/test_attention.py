@@ -14,7 +14,7 @@ from tests.gpu.test_steps import GPUS, ROOT
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
 
 
-def test_flash_attention_in_parts_is_near_float32_and_repeats():
+def test_flash_attention_with_shared_prefix_is_near_float32_and_repeats():
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"} | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.gpu.attention_errors"], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600

@@ -19,7 +19,7 @@ needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="
 
 
 @needs_fla
-def test_the_kernel_is_near_float32_and_repeats():
+def test_delta_rule_kernel_is_near_float32_and_repeats():
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.gpu.delta_rule_errors"]
     ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)

@@ -28,7 +28,7 @@ STILL_HELD = 1 << 20  # bytes: step counters, rotary frequencies, what cuBLAS ke
 @pytest.mark.parametrize(
     "kind", ["bfloat16", "float32", "reference", "experts", "plain optimizer", "adapters", "optimizer on the host", "few bits"]
 )
-def test_the_gpu_is_empty_while_all_is_away_and_training_goes_on_bit_for_bit(tmp_path, kind):
+def test_offload_frees_gpu_memory_and_keeps_training_exact(tmp_path, kind):
     model = "MoE" if kind == "experts" else "dense"
     path = write_tiny(tmp_path / "model", **cases.MODELS[model] | {"hidden": 512, "ffn": 2048})
     settings = {

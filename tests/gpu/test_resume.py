@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "plain optimizer", "half on the host"])
-def test_a_resumed_step_is_that_of_the_run_that_was_not_stopped(tmp_path, kind):
+def test_resumed_step_equals_uninterrupted_step(tmp_path, kind):
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
     settings = {
         "float32": dict(torch_dtype="float32"),

@@ -67,7 +67,7 @@ SHARED = {"apart": dict(share_prefix="false"), "shared": dict(share_prefix="true
 
 @pytest.mark.parametrize("name", ["1", "CP2", "TP2 SP", "PP2 VPP2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_that_compute_prompts_once_are_as_near_as_others(tmp_path, name, dtype):
+def test_shared_prefix_steps_are_as_near_float64_as_others(tmp_path, name, dtype):
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"] | {"std": 0.05})
     batches, run = cases.shared_rollout(path, num_steps=2), dict(beta=0.05, max_tokens_per_micro_batch=96)
     right = cases.reference(path, cases.settings(**run), batches)
