@@ -70,7 +70,7 @@ def measure(rank: int, world: int, path: Path):
     seconds: dict[str, list[float]] = {name: [] for name in RUNS}
     for pair in range(PAIRS + 1):
         for name, policy in policies.items():
-            batch = cases.batch_of(policy, samples, 0)
+            batch = cases.make_batch(policy, samples, 0)
             start = time.process_time()
             policy.train_step(batch)
             if pair:  # the first step allocates the optimizer's state

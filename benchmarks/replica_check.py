@@ -57,7 +57,7 @@ def measure(path, settings, samples, steps: int):
         check, step, total = TimedReplicaCheck(1), 0.0, 0.0
         for index in range(steps):
             rows = [dataclasses.replace(sample, version=index, on_policy_version=index) for sample in samples]
-            batch, check.seconds = cases.batch_of(policy, rows, index), 0.0
+            batch, check.seconds = cases.make_batch(policy, rows, index), 0.0
             looks, began = Looks(policy, check), time.process_time()
             policy.train_step(batch, looks)
             assert looks.found is None

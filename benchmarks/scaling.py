@@ -75,7 +75,7 @@ def train(rank: int, world: int, path: Path, changes: dict, steps: int):
     policy.optimizer.step = record_and_step
     seconds, losses = [], []
     for step in range(steps + 1):
-        batch = cases.batch_of(policy, make_rollout(step), step)
+        batch = cases.make_batch(policy, make_rollout(step), step)
         begin = time.process_time()
         losses.append(policy.train_step(batch).metrics["loss"])
         seconds.append(time.process_time() - begin)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the simulated ranks of the
 from rich.console import Console
 from rich.table import Table
 
-from tests.simulated_ranks import World, a_rollout_and_two_steps
+from tests.simulated_ranks import World, simulate_rollout_and_two_steps
 
 RANKS, GROUP_SIZE, LENGTH = (8, 64, 1024), 8, 32  # LENGTH: tokens of a completion
 GROUPS = {"the same batch": lambda ranks: 2048, "the same completions for each rank": lambda ranks: 2 * ranks}
@@ -54,7 +54,7 @@ def measure(ranks: int, groups: int) -> tuple[int, float]:
     """Return (bytes received, CPU seconds) of a rank."""
     with tempfile.TemporaryDirectory() as folder:
         world, start = TimedWorld(size=ranks, rank=1), time.process_time()
-        a_rollout_and_two_steps(world, Path(folder), length=LENGTH, groups=groups, group_size=GROUP_SIZE)
+        simulate_rollout_and_two_steps(world, Path(folder), length=LENGTH, groups=groups, group_size=GROUP_SIZE)
         return world.num_bytes, time.process_time() - start - world.seconds
 
 

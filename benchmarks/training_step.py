@@ -99,7 +99,7 @@ class OurTrainer:
             ))  # fmt: skip
         starts = range(0, len(samples), self.group)
         grouped = [one for first in starts for one in cases.with_prefix(samples[first : first + self.group])]
-        batch = cases.batch_of(self.policy, grouped, self.steps)
+        batch = cases.make_batch(self.policy, grouped, self.steps)
         self.steps += 1
         return batch
 

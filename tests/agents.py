@@ -190,7 +190,7 @@ def compare(ledger: Ledger, player: AgentLoop) -> Counter[str]:
     return count
 
 
-def turns_of(groups: Any) -> dict[int, list[list[tuple[Any, ...]]]]:
+def list_turns(groups: Any) -> dict[int, list[list[tuple[Any, ...]]]]:
     """(context, sampled tokens) of each trained turn of each row, in an order that does not tell who asked first."""
     found = {}
     for group in groups:

@@ -1,6 +1,6 @@
 """Bad command lines as data, and what each must come to: the right exit code, one report, no traceback, and what was typed in it.
 
-`of_settings` is made from the table of settings, so that a new setting brings its own. The rest is what people have in files: sizes that do
+`make_settings_cases` is made from the table of settings, so that a new setting brings its own. The rest is what people have in files: sizes that do
 not divide, YAML, data sets, models, rewards, checkpoints, launch lines. tools/bad_inputs.py runs all of them, CI a part of them.
 """
 
@@ -43,7 +43,7 @@ class Case:
     flags: Mapping[str, str | None] | Callable[[Path, Mapping[str, str]], Mapping[str, str | None]] = field(default_factory=dict)
     extra: Arguments | Callable[[Path, Mapping[str, str]], Arguments] = ()
     says: Arguments | Callable[[Path, Mapping[str, str]], Arguments] = ()
-    one_of: Arguments = ()
+    says_any: Arguments = ()
     commands: Arguments = BOTH
     environ: Mapping[str, str] = field(default_factory=dict)
     code: int = 2
@@ -110,7 +110,7 @@ def run(command: str, words: Sequence[str], environ: Mapping[str, str], at: Path
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def judged(case: Case, command: str, outcome: Outcome, says: Sequence[str]) -> list[str]:
+def check_outcome(case: Case, command: str, outcome: Outcome, says: Sequence[str]) -> list[str]:
     """What is wrong with how a bad input was met; empty where it was met well."""
     text, faults = outcome.stderr, []
     if outcome.code != case.code:
@@ -120,8 +120,8 @@ def judged(case: Case, command: str, outcome: Outcome, says: Sequence[str]) -> l
     if outcome.code == case.code and text.count(REPORT) != case.reports:
         faults.append(f"{command} reported {text.count(REPORT)} times, not {case.reports}")
     lacking = [word for word in says if word not in text]
-    if case.one_of and not any(word in text for word in case.one_of):
-        lacking.append(" or ".join(case.one_of))
+    if case.says_any and not any(word in text for word in case.says_any):
+        lacking.append(" or ".join(case.says_any))
     if lacking and not faults:
         faults.append(f"{command} did not say {', '.join(map(repr, lacking))}")
     if len(set(outcome.problems)) != len(outcome.problems):
@@ -129,13 +129,13 @@ def judged(case: Case, command: str, outcome: Outcome, says: Sequence[str]) -> l
     return faults
 
 
-def faults_of(case: Case, at: Path, good: Mapping[str, str]) -> tuple[list[str], str]:
+def find_problems(case: Case, at: Path, good: Mapping[str, str]) -> tuple[list[str], str]:
     """(what is wrong with how both commands meet a case, what they said). at: a folder of its own."""
     at.mkdir(parents=True, exist_ok=True)
     words = split_words(case, at, good)
     says = case.says(at, good) if callable(case.says) else case.says
     outcomes = {command: run(command, words, case.environ, at) for command in case.commands}
-    faults = [fault for command, outcome in outcomes.items() for fault in judged(case, command, outcome, says)]
+    faults = [fault for command, outcome in outcomes.items() for fault in check_outcome(case, command, outcome, says)]
     plan, train = outcomes.get("plan"), outcomes.get("train")
     if plan and train and not faults and set(map(_sentence, plan.problems)) != set(map(_sentence, train.problems)):
         faults.append("plan and train differ")
@@ -151,7 +151,7 @@ def _sentence(line: str) -> str:
 _FREE_TEXT = ("report_to", "recompute_modules")  # lists of words that are checked elsewhere
 
 
-def of_settings() -> Iterator[Case]:
+def make_settings_cases() -> Iterator[Case]:
     for setting in table().values():
         is_of_lora = setting.group == "tuner" and setting.name != "tuner_type" and not setting.name.startswith(("freeze_", "trainable_"))
         flags = {setting.name: None, **({"tuner_type": "lora"} if is_of_lora else {})}
@@ -220,10 +220,10 @@ _SIZES: Sequence[Mapping[str, Any]] = (
 )  # fmt: skip
 
 
-def of_sizes() -> Iterator[Case]:
+def make_size_cases() -> Iterator[Case]:
     for sizes in _SIZES:
         flags = {name: str(value) for name, value in sizes.items()}
-        yield Case(name=" ".join(f"{name} {value}" for name, value in sizes.items()), flags=flags, environ=EIGHT, one_of=list(sizes),
+        yield Case(name=" ".join(f"{name} {value}" for name, value in sizes.items()), flags=flags, environ=EIGHT, says_any=list(sizes),
                    commands=BOTH if "world_size" not in sizes else TRAIN)  # fmt: skip
 
 
@@ -339,7 +339,7 @@ _PAIRS: Sequence[tuple[Mapping[str, str], Arguments]] = (
 )  # fmt: skip
 
 
-def of_pairs() -> Iterator[Case]:
+def make_pair_cases() -> Iterator[Case]:
     for number, (flags, says) in enumerate(_PAIRS):
         only_train = len(flags) == 1 and next(iter(flags)) in ("model", "dataset") or flags == {"reward_funcs": ""}
         only_train |= flags in ({"max_prompt_length": "1"}, {"max_completion_length": "255"})  # a tokenizer says how long a prompt is
@@ -352,7 +352,7 @@ def of_pairs() -> Iterator[Case]:
 # ---- the command line ------------------------------------------------------------------------------------------------------------------
 
 
-def of_lines() -> Iterator[Case]:
+def make_command_line_cases() -> Iterator[Case]:
     rows: Sequence[tuple[Arguments, Arguments]] = (
         (["stray"], ["stray"]), (["-x"], ["-x"]), (["--"], ["--"]), (["--no_such_flag", "1"], ["no_such_flag"]),
         (["--micro_batch_sizes", "1"], ["micro_batch_sizes", "micro_batch_size?"]), (["--Lr", "1"], ["Lr"]),
@@ -407,7 +407,7 @@ def _written(name: str, content: str | bytes) -> Callable[[Path, Mapping[str, st
     return extra
 
 
-def of_files() -> Iterator[Case]:
+def make_yaml_cases() -> Iterator[Case]:
     rows: Sequence[tuple[str, str | bytes, Arguments]] = (
         ("an unknown key", "learning_rat: 1\n", ["learning_rat", "run.yaml", "learning_rate?"]),
         ("an unknown section", "optimiser:\n  lr: 1\n", ["optimiser.lr"]),
@@ -510,7 +510,7 @@ def _forbidden(at: Path, good: Mapping[str, str]) -> Arguments:
 # ---- dialects --------------------------------------------------------------------------------------------------------------------------
 
 
-def of_dialects() -> Iterator[Case]:
+def make_framework_cases() -> Iterator[Case]:
     rows: Sequence[tuple[str, str, Arguments]] = (
         ("swift", "--tuner_type lora_llm", ["tuner_type", "lora_llm"]), ("swift", "--train_type vera", ["train_type", "vera"]),
         ("swift", "--tuner_type lora --modules_to_save lm_head", ["modules_to_save (lm_head)"]),
@@ -574,7 +574,7 @@ def of_dialects() -> Iterator[Case]:
 _ROW = '{"prompt": "5 6", "answer": 1}\n'
 
 
-def of_data() -> Iterator[Case]:
+def make_dataset_cases() -> Iterator[Case]:
     rows: Sequence[tuple[str, str, str | bytes, Arguments]] = (
         ("empty", "d.jsonl", "", ["d.jsonl", "no rows"]), ("blank lines alone", "d.jsonl", "\n\n \n", ["no rows"]),
         ("an empty array", "d.json", "[]", ["no rows"]), ("broken at line 3", "d.jsonl", _ROW * 2 + '{"prompt": "a"\n' + _ROW, ["d.jsonl",
@@ -701,7 +701,7 @@ def _strict_template(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
 # ---- models ----------------------------------------------------------------------------------------------------------------------------
 
 
-def of_models() -> Iterator[Case]:
+def make_model_cases() -> Iterator[Case]:
     def changed(change: Callable[[Path], Any]) -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:
         def flags(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
             model = _copy(good, at)
@@ -800,15 +800,15 @@ def of_models() -> Iterator[Case]:
 # ---- adapters --------------------------------------------------------------------------------------------------------------------------
 
 
-def adapter_cases() -> Iterator[Case]:
+def make_adapter_cases() -> Iterator[Case]:
     """A good one, of rank 2 and alpha 16 on q_proj and down_proj, broken in one way each."""
     from megatron_grpo.core.weights.lora import LoraSettings
-    from tests.lora_cases import random_adapter
+    from tests.lora_cases import write_random_adapter
 
     def changed(change: Callable[[Path], Any], **flags: str) -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:
         def made(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
             if not (at / "adapter").exists():
-                random_adapter(good["model"], at / "adapter", LoraSettings(rank=2, alpha=16, target_modules=("q_proj", "down_proj")))
+                write_random_adapter(good["model"], at / "adapter", LoraSettings(rank=2, alpha=16, target_modules=("q_proj", "down_proj")))
             change(at / "adapter")
             return {"tuner_type": "lora", "adapters": str(at / "adapter"), **flags}
 
@@ -872,7 +872,7 @@ def adapter_cases() -> Iterator[Case]:
 # ---- rewards ---------------------------------------------------------------------------------------------------------------------------
 
 
-def of_rewards() -> Iterator[Case]:
+def make_reward_cases() -> Iterator[Case]:
     def file(content: str, function: str = "f") -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:
         return lambda at, good: {"reward_funcs": f"{_written('r.py', content)(at, good)[1]}:{function}"}
 
@@ -935,7 +935,7 @@ def of_rewards() -> Iterator[Case]:
 # ---- checkpoints and places ------------------------------------------------------------------------------------------------------------
 
 
-def of_places() -> Iterator[Case]:
+def make_path_cases() -> Iterator[Case]:
     def place(name: str, content: str | None) -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:
         """content None: a folder of that name."""
 
@@ -990,18 +990,18 @@ def of_places() -> Iterator[Case]:
     yield Case(name="report_to none and another", flags={"report_to": None}, extra=["--report_to", "none", "nothing"], says=["nothing"])
 
 
-def everything() -> list[Case]:
+def make_all_cases() -> list[Case]:
     makers = (
-        of_settings,
-        of_sizes,
-        of_pairs,
-        of_lines,
-        of_files,
-        of_dialects,
-        of_data,
-        of_models,
-        adapter_cases,
-        of_rewards,
-        of_places,
+        make_settings_cases,
+        make_size_cases,
+        make_pair_cases,
+        make_command_line_cases,
+        make_yaml_cases,
+        make_framework_cases,
+        make_dataset_cases,
+        make_model_cases,
+        make_adapter_cases,
+        make_reward_cases,
+        make_path_cases,
     )
     return [case for maker in makers for case in maker()]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.parity_cases import CP, EP, ETP, PP, SP, TP, VPP, Case, batch_of, build, join, settings
+from tests.parity_cases import CP, EP, ETP, PP, SP, TP, VPP, Case, build, join, make_batch, settings
 
 VOCAB = 125
 _COMMON = dict(layers=4, vocab=VOCAB, std=0.1)
@@ -82,7 +82,7 @@ class Count:
     worst: float = 0.0
 
     @classmethod
-    def of(cls, ours, theirs) -> Count:
+    def from_logprobs(cls, ours, theirs) -> Count:
         one, other = (
             np.concatenate([np.asarray(row, dtype=np.float32) for row in rows] or [np.zeros(0, np.float32)]) for rows in (ours, theirs)
         )
@@ -143,18 +143,20 @@ class Pair:
     def agreement(self, completions) -> Count:
         """Of the trainer's scores with what was sampled."""
         scores = self.policy.scorer.score([one.sequence for one in completions])
-        return Count.of([score[one.sequence.mask] for score, one in zip(scores, completions, strict=True)], list(map(drawn, completions)))
+        return Count.from_logprobs(
+            [score[one.sequence.mask] for score, one in zip(scores, completions, strict=True)], list(map(drawn, completions))
+        )
 
     def step(self, completions, step: int) -> Count:
         """An optimizer step and a push; how the log-probs of its forward agree with those that were sampled."""
         rows = [_row(i, step, one) for i, one in enumerate(completions)]
-        trained = self.policy.train_step(batch_of(self.policy, rows, step))
+        trained = self.policy.train_step(make_batch(self.policy, rows, step))
         assert trained.skipped is None and trained.metrics["grad_norm"] > 0
         keys = sorted(trained.logprobs)
         ours, theirs = [trained.logprobs[key] for key in keys], [drawn(completions[row]) for _, row in keys]
         for update in self.policy.updates(step + 1, has_base=True):
             self.engine.load_weights(update)
-        return Count.of(ours, theirs)
+        return Count.from_logprobs(ours, theirs)
 
 
 def over_ranks(found: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
@@ -200,7 +202,7 @@ def compare(
             found["alone"] += pair.agreement([one])
         texts = [make_sequence(one.sequence.token_ids) for one in completions]
         ours, theirs = pair.policy.scorer.score(texts, temperature=1.0), pair.engine.score(texts)
-        found["prompts"] += Count.of([row[1:] for row in ours], theirs)
+        found["prompts"] += Count.from_logprobs([row[1:] for row in ours], theirs)
         found["training"] += pair.step(completions, step)
     pair.engine.close()
     return found

@@ -67,28 +67,28 @@ Combination = tuple[str, str, str, str]
 Runs = Mapping[Hashable, tuple[GrpoConfig | None, Mapping[str, int]]]
 
 
-def whole_product() -> list[Combination]:
+def list_all() -> list[Combination]:
     return list(itertools.product(LOSS_TYPES, LEVELS, KL_MODES, ESTIMATORS))
 
 
-def every_pair() -> list[Combination]:
+def list_pairs() -> list[Combination]:
     """77 of the 1617, in which any two choices of different kinds meet: Latin squares."""
     kl, estimators = list(KL_MODES), list(ESTIMATORS)
     return [(LOSS_TYPES[i], LEVELS[(i + 2 * k) % 3], kl[k], estimators[(i + k) % 7]) for i in range(len(LOSS_TYPES)) for k in range(7)]
 
 
-def config_of(combination: Combination) -> GrpoConfig | None:
+def make_config(combination: Combination) -> GrpoConfig | None:
     """The combination with other settings drawn at random, until they go together; None where the four themselves do not."""
     loss_type, level, kl, estimator = combination
     base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
     if legal(base) is None:
         return None
-    return random_others(np.random.default_rng(whole_product().index(combination)), base, OTHERS)
+    return draw_other_settings(np.random.default_rng(list_all().index(combination)), base, OTHERS)
 
 
 def iterate_runs(combinations: Sequence[Combination]) -> Runs:
     """Combination i is cut in way i, modulo four."""
-    return {combination: (config_of(combination), CUTS[i % len(CUTS)]) for i, combination in enumerate(combinations)}
+    return {combination: (make_config(combination), CUTS[i % len(CUTS)]) for i, combination in enumerate(combinations)}
 
 
 def legal(settings: Mapping) -> GrpoConfig | None:
@@ -97,7 +97,7 @@ def legal(settings: Mapping) -> GrpoConfig | None:
     return None if validation.problems(Config(grpo=cfg)) else cfg
 
 
-def random_others(rng: np.random.Generator, base: Mapping, others: Mapping[str, Sequence]) -> GrpoConfig:
+def draw_other_settings(rng: np.random.Generator, base: Mapping, others: Mapping[str, Sequence]) -> GrpoConfig:
     """`base` with every setting of `others` drawn at random, until they go together."""
     while True:
         drawn = {name: values[rng.integers(len(values))] for name, values in others.items()}
@@ -135,14 +135,14 @@ def material(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape
     moved = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
     save_file(moved, folder / "reference" / "model.safetensors", metadata={"format": "pt"})
     (samples,) = cases.stored_rollout(model, vocab=MODEL["vocab"], seed=seed, groups=groups)
-    samples = [taught(sample) for sample in samples]
+    samples = [with_teacher(sample) for sample in samples]
     rng = np.random.default_rng(seed)
     rewards = [[[float(rng.normal()), float(rng.normal(1.0))] for _ in completions] for _, completions in groups]
     rewards[-1][-2][1] = None
     return Material(model, folder / "reference", samples, rewards)
 
 
-def taught(sample: Sample) -> Sample:
+def with_teacher(sample: Sample) -> Sample:
     """With what some teacher makes of it; one row has not been seen by any."""
     noise = np.random.default_rng(sample.row).normal(0.0, 0.4, len(sample.token_ids))
     values = np.where(sample.mask, sample.sampler_logprobs + noise, 0.0).astype(np.float32)
@@ -252,7 +252,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
         policy.loss = GrpoLoss.from_config(cfg, max_completion_length=LONGEST, temperature=0.9)
         max_tokens = sizes.get("max_tokens_per_micro_batch")
         policy.cut = dataclasses.replace(uncut, micro_batch_size=sizes.get("micro_batch_size", 1), max_tokens=max_tokens)
-        batch = cases.batch_of(policy, samples, 0)
+        batch = cases.make_batch(policy, samples, 0)
         loss = policy.train_step(batch).metrics["loss"]
         losses[key] = float(abs(loss - right.losses[i]) / max(1.0, abs(right.losses[i])))
         gradients[key] = _worst(cases.full_gradients(policy), right, wanted[i])
@@ -292,10 +292,10 @@ def random_groups(rng: np.random.Generator) -> cases.Groups:
 def random_runs(rng: np.random.Generator, layout: cases.Case, count: int) -> Runs:
     """By number; all of them legal."""
     runs: dict[Hashable, tuple[GrpoConfig, Mapping[str, int]]] = {}
-    product, cuts = whole_product(), [cut for cut in CUTS if cases.is_legal(layout, cut)]
+    product, cuts = list_all(), [cut for cut in CUTS if cases.is_legal(layout, cut)]
     while len(runs) < count:
         loss_type, level, kl, estimator = product[rng.integers(len(product))]
         base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
         if legal(base) is not None:
-            runs[len(runs)] = random_others(rng, base, RANDOM_OTHERS), cuts[rng.integers(len(cuts))]
+            runs[len(runs)] = draw_other_settings(rng, base, RANDOM_OTHERS), cuts[rng.integers(len(cuts))]
     return runs

@@ -29,7 +29,7 @@ BESIDE_ATTENTION = LoraSettings(
 )
 
 
-def random_adapter(model: str | Path, out: str | Path, settings: LoraSettings = ODD, *, seed: int = 1, std: float = 0.1) -> Path:
+def write_random_adapter(model: str | Path, out: str | Path, settings: LoraSettings = ODD, *, seed: int = 1, std: float = 0.1) -> Path:
     """A directory as PEFT writes it, in which B is not zero: every gradient says something."""
     rng, tensors, out = np.random.default_rng(seed), {}, Path(out)
     sizes = own_sizes(settings, ModelShape.from_pretrained(model))
@@ -43,7 +43,7 @@ def random_adapter(model: str | Path, out: str | Path, settings: LoraSettings = 
     return out
 
 
-def peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64"):
+def load_peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64"):
     """(model, its trainable parameters by their names in the file without PEFT's prefix)."""
     from tests.tiny_models import load_tiny
 
@@ -106,7 +106,7 @@ def in_settings(settings: LoraSettings) -> dict:
                 rank_pattern=dict(settings.rank_pattern), alpha_pattern=dict(settings.alpha_pattern))  # fmt: skip
 
 
-def start_of(cfg: Config) -> Path:
+def write_initial_adapter(cfg: Config) -> Path:
     """The adapter that a run begins with; drawn, where none is given, and put beside its output."""
     if cfg.tuner.adapters:
         return Path(cfg.tuner.adapters)

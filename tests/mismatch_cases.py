@@ -294,7 +294,7 @@ CLEAN = tuple(
 )
 
 
-def bench_of(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: str = "float32", parallel: Any = None) -> Bench:
+def make_bench(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: str = "float32", parallel: Any = None) -> Bench:
     """paths: of the model that the sampler begins with, and of the trainer's. parallel: from `parity_cases.join`. Collective."""
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.settings import RolloutConfig
@@ -364,7 +364,9 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
     return worst, compare_operations(engine, bench.ours, by_itself, worst, temperature=1.0, limit=LIMITS[dtype])
 
 
-def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequence[int], dtype: str = "float32") -> list[dict[str, Any]]:
+def find_mismatches(
+    rank: int, world: int, paths: Sequence[str | Path], places: Sequence[int], dtype: str = "float32"
+) -> list[dict[str, Any]]:
     """What is found of each of these of FAULTS + CLEAN, which share model and layout. For `run_ranks`."""
     from megatron_grpo.commands.analysis.operations import first_difference
     from tests.parity_cases import join, settings
@@ -372,7 +374,7 @@ def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequenc
     found, parallel = [], None
     for one in [(FAULTS + CLEAN)[place] for place in places]:
         parallel = parallel or join(settings(**LAYOUTS[one.layout][1]), world)
-        bench = bench_of(paths, one.layout, rank, dtype=dtype, parallel=parallel)
+        bench = make_bench(paths, one.layout, rank, dtype=dtype, parallel=parallel)
         row, operations = look(bench, one, dtype=dtype)
         bench.engine.close()
         over = [operation.name for operation in operations if operation.is_over]
@@ -404,14 +406,14 @@ def random_model(seed: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def found_at_random(rank: int, world: int, paths: Sequence[str | Path], seed: int, dtype: str) -> list[dict[str, Any]]:
+def find_random_mismatches(rank: int, world: int, paths: Sequence[str | Path], seed: int, dtype: str) -> list[dict[str, Any]]:
     """What is found where nothing is wrong, of models of other sizes in one process. For `run_ranks`."""
     from tests.parity_cases import join, settings
 
     parallel, found = join(settings(), world), []
     nothing = Fault(what="nothing", named="", hurt=lambda bench: None)
     for number, path in enumerate(paths):
-        bench = bench_of([path, path], "1", rank, dtype=dtype, parallel=parallel)
+        bench = make_bench([path, path], "1", rank, dtype=dtype, parallel=parallel)
         row, operations = look(bench, nothing, seed=seed + number, dtype=dtype)
         bench.engine.close()
         over = [operation.name for operation in operations if operation.is_over]

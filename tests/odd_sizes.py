@@ -186,7 +186,7 @@ def outcomes(
             models.append(made)
     settings = layout.settings | dict(max_tokens_per_micro_batch=48)
     ranks = run_ranks(lambda *place: measure(*place, models, settings, tamper), layout.world_size, timeout=120 + 10 * len(models))
-    for odd, of_ranks in zip(models, zip(*ranks, strict=True), strict=True):
-        worst = max(of_ranks, key=lambda one: (one.kind in ("wrong", "crashed"), one.gradient))
+    for odd, by_rank in zip(models, zip(*ranks, strict=True), strict=True):
+        worst = max(by_rank, key=lambda one: (one.kind in ("wrong", "crashed"), one.gradient))
         found[odd.number, odd.family] = worst, odd.changes
     return found

@@ -52,13 +52,13 @@ SMALL = 32 << 10
 
 def read_size_inputs(name: str, dtype: str, folder: Path, *, layers: int = 4) -> tuple[Path, int, dict[str, Any]]:
     """The model's directory, how many ranks, and the settings."""
-    from tests.lora_cases import random_adapter
+    from tests.lora_cases import write_random_adapter
     from tests.tiny_models import write_tiny
 
     model, world, settings = LAYOUTS[name]
     path = write_tiny(folder / "model", **cases.MODELS[model] | {"layers": layers})
     if settings.get("adapters"):
-        settings = settings | {"adapters": str(random_adapter(path, folder / "adapter"))}
+        settings = settings | {"adapters": str(write_random_adapter(path, folder / "adapter"))}
     return path, world, cases.MODEL_SETTINGS.get(model, {}) | settings | {"torch_dtype": dtype, "adam_eps": 1e-8}
 
 
@@ -138,7 +138,7 @@ def _train(policy, rollouts, first: int = 0, *, away: Callable[[Any], None] = la
         with policy.on_device("reference"):
             scores = policy.scorer.score(rows[:2]) + (policy.reference.scorer.score(rows[:2]) if policy.reference is not None else [])
         away(policy)
-        batch = cases.batch_of(policy, rows, index)
+        batch = cases.make_batch(policy, rows, index)
         with policy.on_device("all"):
             said = policy.train_step(batch).metrics
         policy.free_memory(keep="weights")

@@ -200,8 +200,8 @@ def compare(model: str, path: str | Path, layout: Case, runs: Mapping[Any, Mappi
         parallel = join(settings(**base), world)
         return {key: train(rank, world, path, settings(**base | run), batches, parallel=parallel) for key, run in runs.items()}
 
-    of_ranks = run_ranks(all_runs, layout.world_size, timeout=60 + 30 * len(runs))
-    return {key: worst_of([distance(found[key], references[key]) for found in of_ranks]) for key in runs}
+    by_rank = run_ranks(all_runs, layout.world_size, timeout=60 + 30 * len(runs))
+    return {key: merge_worst([distance(found[key], references[key]) for found in by_rank]) for key in runs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,14 +360,14 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
 
     losses, norms = [], []
     for index, samples in enumerate(batches):
-        metrics = policy.train_step(batch_of(policy, samples, index)).metrics
+        metrics = policy.train_step(make_batch(policy, samples, index)).metrics
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
     named = policy.named_adapters() if policy.adapters else policy.named_weights()
     return Trained(losses, norms, gradients, {name: _numpy(tensor) for name, tensor in named})
 
 
-def batch_of(policy, samples: Sequence[Sample], index: int):
+def make_batch(policy, samples: Sequence[Sample], index: int):
     """This rank's share of one global batch of these samples, as the loop cuts it."""
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
@@ -410,7 +410,7 @@ def _complete(buffer) -> None:
         bucket.grad_data.copy_(torch.cat(shards))
 
 
-def rate_of(name: str, o: OptimizerConfig) -> OptimizerConfig:
+def find_peak_learning_rate(name: str, o: OptimizerConfig) -> OptimizerConfig:
     """With the peak learning rate of a parameter, by its name in transformers' model or in a file."""
     given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(find_part(name))
     return o if given is None else dataclasses.replace(o, lr=given, min_lr=min(o.min_lr, given))
@@ -438,9 +438,9 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     from tests.tiny_models import load_tiny
 
     if cfg.tuner.tuner_type == "lora":
-        from tests.lora_cases import peft_model, start_of
+        from tests.lora_cases import load_peft_model, write_initial_adapter
 
-        model, named = peft_model(path, start_of(cfg))
+        model, named = load_peft_model(path, write_initial_adapter(cfg))
     else:
         model = load_tiny(path, "float64").train()
         named = dict(model.named_parameters())
@@ -470,7 +470,7 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
                 g, (m, v) = grads[name] * scale, moments[name]
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.lerp_(g * g, 1 - o.adam_beta2)
-                lr = learning_rate(rate_of(name, o), index, cfg.run.max_steps)
+                lr = learning_rate(find_peak_learning_rate(name, o), index, cfg.run.max_steps)
                 p.mul_(1 - lr * (o.weight_decay if p.dim() > 1 and not name.endswith("bias") else 0.0))
                 p.sub_(lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
             if cfg.grpo.sync_ref_model and t % cfg.grpo.ref_model_sync_steps == 0:
@@ -558,7 +558,7 @@ def with_routes(samples: Sequence[Sample], layers: int, *, experts: int = 4, k: 
     return found
 
 
-def of_kept(logits: torch.Tensor, sample: Sample, at: np.ndarray) -> torch.Tensor:
+def mask_logits(logits: torch.Tensor, sample: Sample, at: np.ndarray) -> torch.Tensor:
     """The logits [n, words] that predict the tokens `at`; those of words that were left out for a masked token are far below any other."""
     if sample.mask_offsets is None:
         return logits
@@ -588,7 +588,7 @@ def with_kept(path: str | Path, samples: Sequence[Sample], *, vocab: int, temper
         )  # fmt: skip
         with torch.no_grad():
             scaled = _logits(model, sample)[at - 1].double() / temperature
-            change = (scaled.logsumexp(-1) - of_kept(scaled, sample, at).logsumexp(-1)).numpy()
+            change = (scaled.logsumexp(-1) - mask_logits(scaled, sample, at).logsumexp(-1)).numpy()
         shift = sample.scatter(change)
         own = {name: getattr(sample, name) + shift for name in ("sampler_logprobs", "old_logprobs") if hasattr(sample, name)}
         found.append(dataclasses.replace(sample, **own))
@@ -604,11 +604,11 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         at = np.flatnonzero((np.arange(len(s.token_ids)) >= np.argmax(s.mask)) & ~first)
         targets = torch.from_numpy(s.token_ids[at])
         with forced_routes(model, s.experts):
-            logp, entropy = token_logprobs(of_kept(_logits(model, s)[at - 1], s, at), targets, cfg.rollout.temperature)
+            logp, entropy = token_logprobs(mask_logits(_logits(model, s)[at - 1], s, at), targets, cfg.rollout.temperature)
         ref = torch.zeros_like(logp)
         if frozen is not None:
             with torch.no_grad():
-                ref, _ = token_logprobs(of_kept(_logits(frozen, s)[at - 1], s, at), targets, cfg.rollout.temperature)
+                ref, _ = token_logprobs(mask_logits(_logits(frozen, s)[at - 1], s, at), targets, cfg.rollout.temperature)
 
         def double(array, at=at):
             return torch.from_numpy(array[at].astype(np.float64))
@@ -624,9 +624,9 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
 def _logits(model, sample: Sample) -> torch.Tensor:
     """[T, words]: each context by itself."""
     if hasattr(model.config, "vision_config"):
-        from tests.vision_cases import logits_of
+        from tests.vision_cases import compute_logits
 
-        return logits_of(model.get_base_model() if hasattr(model, "get_base_model") else model, sample)
+        return compute_logits(model.get_base_model() if hasattr(model, "get_base_model") else model, sample)
     ids = torch.from_numpy(sample.token_ids)[None]
     return torch.cat([model(ids[:, begin:end], use_cache=False).logits[0] for begin, end in sample.contexts])
 
@@ -704,7 +704,7 @@ def distance(found: Trained, right: Trained) -> Distance:
     return Distance(loss, grad_norm, gradient, weight, worst_gradient, worst_weight)
 
 
-def worst_of(distances: Sequence[Distance]) -> Distance:
+def merge_worst(distances: Sequence[Distance]) -> Distance:
     gradient, weight = max(distances, key=lambda d: d.gradient), max(distances, key=lambda d: d.weight)
     loss, grad_norm = max(d.loss for d in distances), max(d.grad_norm for d in distances)
     return Distance(loss, grad_norm, gradient.gradient, weight.weight, gradient.worst_gradient, weight.worst_weight)

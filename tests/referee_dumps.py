@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 G = 4
 
 
-def hook_of(system: str) -> str:
+def read_hook(system: str) -> str:
     """The program on a system's page."""
     return re.search(r"```python\n(.*?)```", (DOCS / f"referee_{system}.md").read_text(), re.DOTALL)[1]
 
@@ -57,7 +57,7 @@ def trainer_class(faults: dict[str, tuple[str, str]]) -> type:
             return [None if one is None else one[rows][:, :width] for one in found]
 
     made = {"Base": spoiled(OfRows, faults) if faults else OfRows}
-    exec(hook_of("trl").replace("trl.GRPOTrainer", "Base"), made)
+    exec(read_hook("trl").replace("trl.GRPOTrainer", "Base"), made)
     return made["DumpingGRPOTrainer"]
 
 
@@ -100,7 +100,7 @@ def trl_dump(folder: Path, seed: int, *, micro_batches: int = 1, faults=None, re
 # ---- writers of the others: what their code does, stated again; the hooks of the pages write the files ------------------------------
 
 
-def batch_of(seed: int, rows: int = 16) -> dict[str, torch.Tensor]:
+def make_batch(seed: int, rows: int = 16) -> dict[str, torch.Tensor]:
     """Padded tensors of a random batch, and rewards."""
     completions = random_batch(seed, rows, share_on_policy=0.0)
     width = MAX_COMPLETION_LENGTH
@@ -147,7 +147,7 @@ def modules(**named) -> dict[str, ModuleType]:
 
 def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False, kl=0.0, horizon=None) -> Path:
     """verl 0.8.0 and 0.9.1, verl/workers/utils/losses.py (ppo_loss) and verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
-    b = batch_of(seed)
+    b = make_batch(seed)
     grouped = b["rewards"].view(-1, G)
     std = grouped.std(dim=1, unbiased=wrong != "n", keepdim=True) + 1e-6
     scores = ((grouped - grouped.mean(dim=1, keepdim=True)) / std).view(-1, 1)
@@ -212,7 +212,7 @@ def run_hook(system: str, made: dict[str, ModuleType], folder: Path) -> dict:
     space: dict = {}
     one = {"get_rank": lambda group=None: 0, "get_world_size": lambda group=None: 1}
     with mock.patch.dict(sys.modules, made):
-        exec(hook_of(system), space)
+        exec(read_hook(system), space)
     space["os"] = SimpleNamespace(environ={"REFEREE_DUMP": str(folder)}, makedirs=os.makedirs)
     space["dist"] = SimpleNamespace(**one)
     space["torch"] = fake("torch", **{n: getattr(torch, n) for n in ("is_tensor", "autograd", "cat")}, distributed=space["dist"])
@@ -221,7 +221,7 @@ def run_hook(system: str, made: dict[str, ModuleType], folder: Path) -> dict:
 
 def slime_dump(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) -> Path:
     """THUDM/slime 624b824, slime/backends/megatron_utils/loss.py (policy_loss_function), slime/utils/ppo_utils.py."""
-    b = batch_of(seed)
+    b = make_batch(seed)
     lengths = b["length"].tolist()
     advantages = slime_advantages(b, wrong)
 
@@ -281,7 +281,7 @@ def slime_advantages(b, wrong=""):
 
 def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
     """THUDM/slime 624b824, slime/observability/train_data_utils.py (_build_dump_payload)."""
-    b = batch_of(seed)
+    b = make_batch(seed)
     advantages, lengths = slime_advantages(b, wrong), b["length"].tolist()
     samples = [
         {"data_parallel_rank": i % 2, "rollout_position": i, "tokens": torch.arange(lengths[i] + 2), "response_lengths": lengths[i],
@@ -304,7 +304,7 @@ def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
 
 def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0, overlong=False, mode=None) -> Path:
     """ms-swift 4.6.0, swift/megatron/trainers/grpo_trainer.py (loss_func)."""
-    b = batch_of(seed)
+    b = make_batch(seed)
     advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(seed)).expand(-1, b["mask"].shape[1])
     truncated = b["length"] == b["length"].max()
 
@@ -349,7 +349,7 @@ def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0,
 
 def swift_completions(folder: Path, seed: int, *, wrong="") -> Path:
     """ms-swift 4.6.0, rollout_mixin.py and grpo_trainer.py (_build_log_table), swift/rl_core/advantage.py."""
-    b = batch_of(seed)
+    b = make_batch(seed)
     grouped = b["rewards"].view(-1, G)
     advantages = (
         (grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, unbiased=wrong != "n", keepdim=True) + 1e-4)

@@ -267,7 +267,7 @@ def _reference(policy: Any) -> None:
 # ---- running them ------------------------------------------------------------------------------------------------------------------------
 
 
-def found_by(fault: Fault, path, samples, parallel, world: int) -> tuple[str | None, str | None, str | None]:
+def find_replica_faults(fault: Fault, path, samples, parallel, world: int) -> tuple[str | None, str | None, str | None]:
     """On this rank: what the check of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
     from megatron_grpo.run.assemble.output import version_check
 
@@ -275,11 +275,11 @@ def found_by(fault: Fault, path, samples, parallel, world: int) -> tuple[str | N
     policy, rank = cases.build(path, cfg, world, parallel), parallel.rank
     check, gap = ReplicaCheck(1), version_check(cfg)
     first = Looks(policy, check)
-    policy.train_step(cases.batch_of(policy, fresh(samples[0]), 0), first)
+    policy.train_step(cases.make_batch(policy, fresh(samples[0]), 0), first)
     assert gap(first.metrics) is None, first.metrics
     if fault.spoil is not None:
         fault.spoil(policy, rank)
-    batch = cases.batch_of(policy, fresh(samples[1]), 1)
+    batch = cases.make_batch(policy, fresh(samples[1]), 1)
     second = Looks(policy, check, fault.late)
     with fault.wrap(policy, rank) if fault.wrap is not None else contextlib.nullcontext():
         policy.train_step(batch if fault.batch is None else fault.batch(batch, rank), second)
@@ -300,10 +300,12 @@ def seeded(names, models, batches) -> dict[str, list]:
 
         def body(rank, world, mine):
             parallel = cases.join(cases.settings(**FAULTS[mine[0]].settings), world)
-            return [found_by(FAULTS[name], models[FAULTS[name].model], batches[FAULTS[name].model], parallel, world) for name in mine]
+            return [
+                find_replica_faults(FAULTS[name], models[FAULTS[name].model], batches[FAULTS[name].model], parallel, world) for name in mine
+            ]
 
-        for name, *of_ranks in zip(mine, *run_ranks(body, 2, mine, timeout=120 + 30 * len(mine)), strict=True):
-            found[name] = of_ranks
+        for name, *by_rank in zip(mine, *run_ranks(body, 2, mine, timeout=120 + 30 * len(mine)), strict=True):
+            found[name] = by_rank
     return found
 
 
@@ -318,7 +320,7 @@ def clean(layout: cases.Case, model: str, path, runs, parallel_settings, steps: 
             looks = Looks(policy, ReplicaCheck(1))
             found = []
             for index in range(steps):
-                policy.train_step(cases.batch_of(policy, samples[index], index), looks)
+                policy.train_step(cases.make_batch(policy, samples[index], index), looks)
                 if looks.found is not None:
                     found.append(str(looks.found))
             said.append(found)

@@ -47,8 +47,8 @@ def hf_logprobs(model: Any, sequence: Any, temperature: float = 1.0) -> np.ndarr
     """float32 [T - 1]: transformers' log-probs of a sequence's tokens after the first, with the patches of its pictures."""
     import torch
 
-    from tests.vision_cases import logits_of
+    from tests.vision_cases import compute_logits
 
     with torch.no_grad():
-        logits = logits_of(model, sequence).float() / temperature
+        logits = compute_logits(model, sequence).float() / temperature
     return logits[:-1].log_softmax(-1).gather(1, torch.from_numpy(sequence.token_ids)[1:, None])[:, 0].numpy()

@@ -104,7 +104,7 @@ class Server:
         """Of the process that answers requests: the first child of the one that was started. Process IDs may begin again at small ones."""
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
 
-    def pid_of(self, name: str) -> int:
+    def find_pid(self, name: str) -> int:
         return next(int(line.split()[2]) for line in self.processes() if name in line)
 
     def has_left_nothing(self, seconds: float = 30.0) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 
-def size_of(value: Any) -> int:
+def count_bytes(value: Any) -> int:
     return len(pickle.dumps(value, protocol=5))
 
 
@@ -51,19 +51,19 @@ class World:
         found = self._real["all_gather_object"](value) if self.is_real else [
             value if source == self.rank else self.others(source, value) for source in range(self.size)
         ]  # fmt: skip
-        self.sent[self.what] += size_of(value)
-        self.received[self.what] += sum(size_of(one) for source, one in enumerate(found) if source != self.rank)
+        self.sent[self.what] += count_bytes(value)
+        self.received[self.what] += sum(count_bytes(one) for source, one in enumerate(found) if source != self.rank)
         return found
 
     def exchange(self, parts: dict[int, Any]) -> list[Any]:
-        self.sent[self.what] += sum(size_of(part) for to, part in parts.items() if to != self.rank)
+        self.sent[self.what] += sum(count_bytes(part) for to, part in parts.items() if to != self.rank)
         self.sent_to.setdefault(self.what, set()).update(parts.keys() - {self.rank})
         if self.is_real:
             found = self._real["exchange"](parts)
-            self.received[self.what] += sum(size_of(part) for part in found if part is not parts.get(self.rank))
+            self.received[self.what] += sum(count_bytes(part) for part in found if part is not parts.get(self.rank))
             return found
         sent = self.incoming()
-        self.received[self.what] += sum(size_of(part) for part in sent.values())
+        self.received[self.what] += sum(count_bytes(part) for part in sent.values())
         return [part for _, part in sorted({**sent, **({self.rank: parts[self.rank]} if self.rank in parts else {})}.items())]
 
     @contextlib.contextmanager
@@ -143,10 +143,10 @@ class OneRank:
     def answer(self, prompt: Any, place: int, version: int):
         from megatron_grpo.core.rollout.engine import make_completion
 
-        text = self.text_of(prompt.number, place)
+        text = self.make_text(prompt.number, place)
         return make_completion(prompt.token_ids, self.drawn, self.logprobs, text=text, finish_reason="stop", version=version)
 
-    def text_of(self, number: int, place: int) -> str:
+    def make_text(self, number: int, place: int) -> str:
         """Each its own: pickle writes one string once."""
         return f"{number:06d} {place} {'word ' * self.length}"
 
@@ -182,7 +182,7 @@ class OneRank:
         for mate in range(self.me + 1, min(self.me + per_node, self.world.size)):
             for number in self.judged_by(mate):
                 numbers = {name: [number] * self.group_size for name in ("prompt_number", "dataset_row")}
-                texts = {"completion": [self.text_of(number, place) for place in range(self.group_size)]}
+                texts = {"completion": [self.make_text(number, place) for place in range(self.group_size)]}
                 tokens = {name: [one.copy() for one in columns[name]] for name in TOKENS}  # as with strings, pickle writes one array once
                 found.setdefault(mate, []).append({**columns, **numbers, **texts, **tokens})
         return found
@@ -221,7 +221,7 @@ class OneRank:
         return MetricsLogger(self.completions, Display(folder=self.folder), timers=Timers(), config={})
 
 
-def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str, dict[str, int]]:
+def simulate_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str, dict[str, int]]:
     """{"sent", "received", "held": {what for: bytes}} of one rank, from the prompts to the records of two optimizer steps.
 
     sizes: as `OneRank` takes them.
@@ -265,9 +265,9 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
                 with world.named("batch"):
                     pending, batch = pending.batch(step, token_weight_fn=token_weight_fn)
                 held = held or {
-                    "samples": sum(size_of(sample) for sample in pending.samples.values()),
-                    "micro-batches": size_of(batch.micro_batches),
-                    "rows": size_of(pending.rows),
+                    "samples": sum(count_bytes(sample) for sample in pending.samples.values()),
+                    "micro-batches": count_bytes(batch.micro_batches),
+                    "rows": count_bytes(pending.rows),
                 }
                 pending = pending.after(step, {})
                 with world.named("journal"):

@@ -67,7 +67,7 @@ class SmallServer:
         self.asked: list[tuple[str, ...]] = []  # keys, by call
         self.claims = self.aborts = 0
         self.is_frozen = False
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"server_of": self}))
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"owner": self}))
         self._http.daemon_threads = True
         self._is_https = certificate is not None
         if certificate is not None:
@@ -90,7 +90,7 @@ class SmallServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server_of: SmallServer
+    owner: SmallServer
 
     def log_message(self, *words) -> None:
         """Quiet."""
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self.rfile.read(int(self.headers["Content-Length"])))
 
     def _answer(self, body: bytes | None) -> None:
-        server = self.server_of
+        server = self.owner
         while server.is_frozen:
             time.sleep(0.01)
         with suppress(Broken, ConnectionError):
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, wire.encode(server.state))
 
     def _generate(self, body: wire.GenerateRequest) -> None:
-        server = self.server_of
+        server = self.owner
         server.asked.append(tuple(request.key for request in body.requests))
         if body.version != server.state.version:
             return self._send(
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, body) -> None:
         self.send_response(200)
         self.end_headers()
-        for line in self.server_of.lines(self.server_of, body):
+        for line in self.owner.lines(self.owner, body):
             self.wfile.write(line)
             self.wfile.flush()
 

@@ -36,7 +36,7 @@ def find_step(samples, index: int, rows_per_slice: int) -> ScheduledStep:
     )
 
 
-def witness_of(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: bool = True, said: list | None = None):
+def make_step_recorder(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: bool = True, said: list | None = None):
     from megatron_grpo.commands.analysis.replica_check import ReplicaCheck
     from megatron_grpo.commands.analysis.step_dump import StepDumps
     from megatron_grpo.core.trainer.step_monitor import StepMonitor

@@ -96,7 +96,7 @@ def write_tiny(
         common |= dict(query_pre_attn_scalar=24, sliding_window=9, layer_types=alternating(layers))
     if family == "olmo3":
         common |= dict(sliding_window=9, layer_types=alternating(layers))
-    common |= of_hybrids(family, experts, ffn)
+    common |= make_hybrid_config(family, experts, ffn)
     config = AutoConfig.for_model(family, **(common | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -117,7 +117,7 @@ def write_tiny(
     return path
 
 
-def of_hybrids(family: str, experts: int, ffn: int) -> dict[str, Any]:
+def make_hybrid_config(family: str, experts: int, ffn: int) -> dict[str, Any]:
     """Three of four layers have a state; half of each head turns in the fourth."""
     if family not in HYBRIDS:
         return {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_grpo.core.types import Sample
 from tests import parity_cases as cases
-from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, draw, load_tiny, of_hybrids
+from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, draw, load_tiny, make_hybrid_config
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 VOCAB, IMAGE, BEGIN, END, VIDEO = 125, 121, 122, 123, 124
@@ -75,7 +75,7 @@ def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = Fa
         text["head_dim"] = 16
     if is_hybrid:  # half of each head turns
         vision |= dict(num_position_embeddings=25)
-        text |= dict(head_dim=32) | of_hybrids(f"{family}_text", 4, 72)
+        text |= dict(head_dim=32) | make_hybrid_config(f"{family}_text", 4, 72)
         text["rope_parameters"]["partial_rotary_factor"] = text.pop("partial_rotary_factor")
     if family == "qwen3_vl_moe":
         text |= dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1], norm_topk_prob=True)
@@ -110,7 +110,7 @@ def as_on_the_hub(path: Path) -> None:
     save_file(turned, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def logits_of(model: Any, sample: Any) -> Any:
+def compute_logits(model: Any, sample: Any) -> Any:
     """[tokens, vocabulary], differentiable. Written out: transformers' own forward takes a drawn placeholder for a picture's."""
     import torch
 
@@ -134,12 +134,12 @@ def logits_of(model: Any, sample: Any) -> Any:
     return model.lm_head(hidden)[0]
 
 
-def logprobs_of(model: Any, sample: Any, temperature: float = 1.0) -> np.ndarray:
+def compute_logprobs(model: Any, sample: Any, temperature: float = 1.0) -> np.ndarray:
     """float32 [T], 0 where the mask is false."""
     import torch
 
     with torch.no_grad():
-        logits = logits_of(model, sample).double()[:-1] / temperature
+        logits = compute_logits(model, sample).double()[:-1] / temperature
     found = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(sample.token_ids[1:])[:, None])[:, 0].numpy()
     return np.where(sample.mask, np.concatenate([[0.0], found]), 0.0).astype(np.float32)
 
@@ -201,7 +201,7 @@ def _sample(rng, model, place, prompt, completion, images, is_stale: bool) -> Sa
         images=images, sampler_logprobs=np.zeros(len(ids), dtype=np.float32),
         advantage=float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0)), is_zero_std=False, is_truncated=False,
     )  # fmt: skip
-    near = logprobs_of(model, sample, 0.9)
+    near = compute_logprobs(model, sample, 0.9)
     sample = dataclasses.replace(sample, sampler_logprobs=near + noise(0.1))
     return sample.with_old_logprobs(near + noise(0.3), "recompute") if is_stale else sample
 
@@ -246,7 +246,7 @@ def suits(family: str, layout: str, way: str = "all trains") -> bool:
 def logprobs_in_float64(path: str | Path, samples: Sequence[Sample]) -> list[np.ndarray]:
     model = load_tiny(path, "float64")
     with cases.float32_means_float64():
-        return [logprobs_of(model, sample, 0.9) for sample in samples]
+        return [compute_logprobs(model, sample, 0.9) for sample in samples]
 
 
 def far(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:

@@ -30,13 +30,13 @@ def main() -> int:
     parser.add_argument("-v", action="store_true", help="print the output of each input with a problem")
     args = parser.parse_args()
     wanted = re.compile(args.k)
-    cases = [case for case in bad_inputs.everything() if wanted.search(case.name)]
+    cases = [case for case in bad_inputs.make_all_cases() if wanted.search(case.name)]
     began, bad = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         good = bad_inputs.write_good(Path(folder) / "good")
         for number, case in enumerate(cases):
             try:
-                problems, output = bad_inputs.faults_of(case, Path(folder) / str(number), good)
+                problems, output = bad_inputs.find_problems(case, Path(folder) / str(number), good)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise

@@ -48,7 +48,7 @@ def check_faults(args: argparse.Namespace, folder: Path) -> int:
     for (model, layout), indices in groups.items():
         paths = [write_tiny(folder / f"{model}-{layout}-{seed}", **cases.MODELS[model], seed=seed) for seed in (0, 1)]
         ranks = cases.LAYOUTS[layout][0]
-        found |= dict(zip(indices, run_ranks(cases.found_of, ranks, paths, indices, args.dtype, timeout=900)[0], strict=True))
+        found |= dict(zip(indices, run_ranks(cases.find_mismatches, ranks, paths, indices, args.dtype, timeout=900)[0], strict=True))
     print("| fault | model | log-probs differ by, nats | named | of its size | because |\n|---|---|---|---|---|---|")
     wrong = 0
     for index, one in sorted(found.items()):
@@ -75,7 +75,7 @@ def check_random_models(args: argparse.Namespace, folder: Path) -> int:
             model = cases.random_model(seed)
             paths_by_experts[model["family"] in ("qwen3_moe", "mixtral")].append(write_tiny(folder / str(seed), **model))
         for paths in filter(None, paths_by_experts.values()):
-            for path, one in zip(paths, run_ranks(cases.found_at_random, 1, paths, first, args.dtype, timeout=900)[0], strict=True):
+            for path, one in zip(paths, run_ranks(cases.find_random_mismatches, 1, paths, first, args.dtype, timeout=900)[0], strict=True):
                 largest = max(largest, one["largest"])
                 if one["over"]:
                     alarms += 1

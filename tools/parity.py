@@ -130,7 +130,7 @@ def compare_replays(models: list[str], layouts: list[str]) -> int:
         models: Names of models with experts.
         layouts: Names of the layouts.
     """
-    from tests.lora_cases import random_adapter
+    from tests.lora_cases import write_random_adapter
     from tests.tiny_models import write_tiny
 
     count = red = 0
@@ -142,7 +142,7 @@ def compare_replays(models: list[str], layouts: list[str]) -> int:
             batches = [cases.with_routes(step, moe_layers, seed=i) for i, step in enumerate(cases.shared_rollout(path, num_steps=STEPS))]
             tuners = {
                 "weights": own,
-                "adapters": own | dict(tuner_type="lora", adapters=str(random_adapter(path, Path(folder) / "adapter"))),
+                "adapters": own | dict(tuner_type="lora", adapters=str(write_random_adapter(path, Path(folder) / "adapter"))),
             }
             right = {tuner: cases.reference(path, cases.settings(**chosen), batches) for tuner, chosen in tuners.items()}
             for name in (name for name in layouts if cases.suits(cases.LAYOUTS[name], model)):
@@ -156,7 +156,7 @@ def compare_replays(models: list[str], layouts: list[str]) -> int:
                 found = cases.compare(model, path, cases.LAYOUTS[name], runs, batches, {key: right[key[0]] for key in runs})
                 wrong = sum(not distance.within(**LIMITS) for distance in found.values())
                 count, red = count + len(found), red + wrong
-                print(f"{model:4} {name:18} {len(found):3} runs, worst: {describe(cases.worst_of(list(found.values())))}", flush=True)
+                print(f"{model:4} {name:18} {len(found):3} runs, worst: {describe(cases.merge_worst(list(found.values())))}", flush=True)
     print(f"{count} runs, {red} beyond {LIMITS}")
     return 1 if red else 0
 
@@ -173,7 +173,7 @@ def compare_sequence_losses(models: list[str], layouts: list[str]) -> int:
             cells += [(model, *key, distance) for key, distance in matrix.run(layouts).items()]
     for loss in cases.SEQUENCE_LOSSES:
         found = [distance for _, _, its, _, distance in cells if its == loss]
-        print(f"{loss}: {len(found)} runs, worst: {describe(cases.worst_of(found))}")
+        print(f"{loss}: {len(found)} runs, worst: {describe(cases.merge_worst(found))}")
     red = [cell[:4] for cell in cells if not cell[4].within(**limits)]
     print(f"{len(cells)} cells, {len(red)} beyond {limits}: {red[:8]}")
     return 1 if red else 0
@@ -202,7 +202,7 @@ def compare_zero_gradient(layouts: list[str]) -> int:
                 found = cases.compare(model, path, layout, runs, batches, {key: right[key[0]] for key in runs})
                 cells |= {(model, name, *key): distance for key, distance in found.items()}
                 for is_computed, how in ((False, "left out"), (True, "computed")):
-                    worst = cases.worst_of([distance for key, distance in found.items() if key[2] == is_computed])
+                    worst = cases.merge_worst([distance for key, distance in found.items() if key[2] == is_computed])
                     print(f"{model:5} {name:8} {how}, {len(found) // 2} runs, worst: {describe(worst)}", flush=True)
     red = [key for key, distance in cells.items() if not distance.within(**LIMITS | {"loss": 1e-5})]
     print(f"{len(cells)} cells, {len(red)} beyond {LIMITS | {'loss': 1e-5}}: {red[:8]}")
@@ -246,7 +246,7 @@ class Matrix:
                     if cases.is_legal(layout, cases.CUTS[cut])}  # fmt: skip
             found = self.compare(layout, runs)
             cells |= {(name, *key): distance for key, distance in found.items()}
-            worst, seconds = cases.worst_of(list(found.values())), time.perf_counter() - start
+            worst, seconds = cases.merge_worst(list(found.values())), time.perf_counter() - start
             print(f"{self.model:7} {name:18} {len(runs):3} runs, worst: {describe(worst)} ({seconds:.0f} s)", flush=True)
         return cells
 
@@ -270,13 +270,13 @@ def compare_shared_prompts(model: str, folder: Path, layouts: list[str]) -> dict
     Groups differ in size and length. Sliding windows are widened to cover whole sequences, because a narrow window leaves no prompt to
     share.
     """
-    from tests.lora_cases import BESIDE_ATTENTION, ODD, random_adapter
+    from tests.lora_cases import BESIDE_ATTENTION, ODD, write_random_adapter
     from tests.tiny_models import write_tiny
 
     wide = {"sliding_window": 512} if "sliding_window" in MODELS[model] else {}
     path = write_tiny(folder / f"{model}, shared", **MODELS[model] | wide)
     batches, own = cases.shared_rollout(path, num_steps=STEPS), cases.MODEL_SETTINGS.get(model, {})
-    adapters = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model}, adapter",
+    adapters = own | dict(tuner_type="lora", adapters=str(write_random_adapter(path, folder / f"{model}, adapter",
                                                                           BESIDE_ATTENTION if model == "gpt-oss" else ODD)))  # fmt: skip
     settings, found = {"weights": own, "adapters": adapters}, {}
     references = {
@@ -294,7 +294,7 @@ def compare_shared_prompts(model: str, folder: Path, layouts: list[str]) -> dict
         }
         try:
             distances = cases.compare(model, path, layout, runs, batches, {key: references[key[:2]] for key in runs})
-            found[name, column] = cases.worst_of(list(distances.values()))
+            found[name, column] = cases.merge_worst(list(distances.values()))
         except RanksFailed as error:  # continue with the other layouts
             print(f"{error}", file=sys.stderr)
             found[name, column] = cases.Distance.failed()
@@ -359,7 +359,7 @@ def make_page(table, ways, shared) -> str:
         lines += ["|---" * (len(cases.LOSSES) + 4) + "|"]
         for name in dict.fromkeys(layout for layout, _, _ in cells):
             row = {key[1:]: distance for key, distance in cells.items() if key[0] == name}
-            worst = cases.worst_of(list(row.values()))
+            worst = cases.merge_worst(list(row.values()))
             errors = [max(d.gradient for (loss, _), d in row.items() if loss == chosen) for chosen in cases.LOSSES]
             numbers = [*errors, worst.loss, worst.grad_norm, worst.weight]
             lines.append(f"| {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
@@ -387,7 +387,7 @@ def make_shared_section(shared) -> list[str]:
     for model, cells in shared.items():
         for name in dict.fromkeys(layout for layout, _ in cells):
             row = [cells[name, column] for column in COLUMNS]
-            worst = cases.worst_of(row)
+            worst = cases.merge_worst(row)
             numbers = [*(d.gradient for d in row), worst.loss, worst.grad_norm, worst.weight]
             lines.append(f"| {model} | {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
     return [*lines, ""]

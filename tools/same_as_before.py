@@ -167,7 +167,7 @@ def iterate_sentences(tree: Path) -> Results:
     """Yield the error messages for all bad inputs."""
     bad_inputs = importlib.import_module("tests.bad_inputs")
     good, here = bad_inputs.write_good(Path("good").absolute()), Path("cases").absolute()
-    for number, case in enumerate(bad_inputs.everything()):
+    for number, case in enumerate(bad_inputs.make_all_cases()):
         at = here / str(number)
         at.mkdir(parents=True)
         words = bad_inputs.split_words(case, at, good)

@@ -154,7 +154,7 @@ def inject_fault(rng: random.Random, server_group: ServerPool, trainer: Trainer)
         server.process.kill()
     elif kind == "kill an engine":
         try:
-            os.kill(server.pid_of("EngineCore"), signal.SIGKILL)
+            os.kill(server.find_pid("EngineCore"), signal.SIGKILL)
         except (StopIteration, ProcessLookupError):
             return None
     elif kind == "stop kindly":

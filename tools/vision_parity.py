@@ -55,7 +55,7 @@ def main() -> int:
                     print(how, flush=True)
     distances = [distance for _, distance in found.values()]
     print(f"{len(found)} runs, {red} beyond {LIMITS} or log-probs beyond 1e-5")
-    print(f"worst: log-probs {max(one for one, _ in found.values()):.1e}, {describe(cases.worst_of(distances))}")
+    print(f"worst: log-probs {max(one for one, _ in found.values()):.1e}, {describe(cases.merge_worst(distances))}")
     return 1 if red else 0
 
 
@@ -86,7 +86,7 @@ def compare_layout(path, layout: str, ways, batches, wanted, references) -> dict
         key = frozenset((name, str(value)) for name, value in chosen.items() if name in vision.DECIDES)
         if key not in references:
             references[key] = cases.reference(path, vision.settings(path, chosen), batches)
-        distance = cases.worst_of([cases.distance(mine[way][1], references[key]) for mine in results_by_rank])
+        distance = cases.merge_worst([cases.distance(mine[way][1], references[key]) for mine in results_by_rank])
         found[way] = max(vision.far(mine[way][0], wanted) for mine in results_by_rank), distance
     return found
 

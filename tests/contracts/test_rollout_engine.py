@@ -121,9 +121,9 @@ def test_generate_cancelled_on_one_rank_is_cancelled_on_all_and_next_call_succee
 
     found = run_ranks(body, 2)
     if name == "colocated":
-        (from_parts, given_up_after), (_, of_the_other) = found[1], found[0]
+        (from_parts, given_up_after), (_, other_rank_steps) = found[1], found[0]
         assert given_up_after == (1 if tensor_parallel_size == 1 else 4) < from_parts
-        assert of_the_other == (from_parts if tensor_parallel_size == 1 else 4)  # the ranks of one engine step together
+        assert other_rank_steps == (from_parts if tensor_parallel_size == 1 else 4)  # the ranks of one engine step together
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -163,7 +163,9 @@ def test_load_weights_consumes_updates_once_and_sets_version(model, name):
         assert all(one.starts == (0,) and one.mask[1:].all() for one in probes)
         found = engine.scores(probes)
         assert found and not engine.prepare()
-        assert all([len(scores) for scores in of_engine] == [len(probe.token_ids) - 1 for probe in probes] for of_engine in found.values())
+        assert all(
+            [len(scores) for scores in engine_groups] == [len(probe.token_ids) - 1 for probe in probes] for engine_groups in found.values()
+        )
 
         with pytest.raises(RuntimeError, match="a rank of the trainer failed"):
             engine.load_weights(update(8, fail_after=3))

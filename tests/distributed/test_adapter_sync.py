@@ -25,7 +25,7 @@ from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.assemble.policy import build_policy
 from megatron_grpo.run.config.settings import Config
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
-from tests.parity_cases import batch_of, join, settings, stored_rollout
+from tests.parity_cases import join, make_batch, settings, stored_rollout
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
@@ -47,7 +47,7 @@ class PeftPolicy:
         from peft import LoraConfig, get_peft_model
 
         shape = ModelShape.from_pretrained(path)
-        self.path, self.dtype, self.pushes = path, dtype, push_of(path, tuner, dtype)
+        self.path, self.dtype, self.pushes = path, dtype, make_update(path, tuner, dtype)
         self.config = make_lora_settings(tuner, shape).to_peft(self.pushes.modules, str(path))
         model = load_tiny(path, dtype)
         # PEFT's own words for what it would look for in this model: routers are linear to it as well.
@@ -115,7 +115,7 @@ class PeftPolicy:
                 parameter.copy_(old)
 
 
-def push_of(path, tuner, dtype="float32") -> LoraSync:
+def make_update(path, tuner, dtype="float32") -> LoraSync:
     return lora_sync(Config(model=ModelConfig(torch_dtype=dtype), tuner=tuner), ModelShape.from_pretrained(path), on_gpu=False)
 
 
@@ -372,11 +372,11 @@ def test_adapter_sync_first_bfloat16_step_reaches_sampler_and_is_lost_when_merge
         tensors, merged, base = policy.adapter(), dict(policy.merged()), dict(policy.base())
         update = 4.0 * tensors[module + ".lora_B.weight"].double() @ tensors[module + ".lora_A.weight"].double()  # alpha / r is 32 / 8
         (adapter_error,) = engine._llm.collective_rpc(held)
-        of_merged = merged[module + ".weight"].double() - base[module + ".weight"].double()
-        return [float((found - update).norm() / update.norm()) for found in (adapter_error, of_merged)]
+        merged_error = merged[module + ".weight"].double() - base[module + ".weight"].double()
+        return [float((found - update).norm() / update.norm()) for found in (adapter_error, merged_error)]
 
-    ((adapter_error, of_merged),) = run_ranks(body, 1)
-    assert adapter_error < 0.005 and of_merged > 0.8, (adapter_error, of_merged)
+    ((adapter_error, merged_error),) = run_ranks(body, 1)
+    assert adapter_error < 0.005 and merged_error > 0.8, (adapter_error, merged_error)
 
 
 def lost_by_merging(policy) -> float:
@@ -420,11 +420,11 @@ def test_adapter_sync_ten_bfloat16_steps_change_sampler_like_trainer(tmp_path):
         sync(policy, engine, version=0, verify=False)
         trainer, sampler = by_trainer(), by_sampler()
         for _ in range(10):
-            policy.train_step(batch_of(policy, samples, 0))
+            policy.train_step(make_batch(policy, samples, 0))
         assert sync(policy, engine, version=10, verify=True, is_low_precision=True).num_bytes < 2e5
         return by_trainer() - trainer, by_sampler() - sampler, lost_by_merging(policy)
 
-    ((of_trainer, of_sampler, lost),) = run_ranks(body, 1)
-    assert of_trainer.min() > 0.005, "every token was rewarded, and has become likelier"
-    assert np.linalg.norm(of_sampler - of_trainer) < 0.3 * np.linalg.norm(of_trainer), "one that stayed where it was would be 1"
+    ((trainer_change, sampler_change, lost),) = run_ranks(body, 1)
+    assert trainer_change.min() > 0.005, "every token was rewarded, and has become likelier"
+    assert np.linalg.norm(sampler_change - trainer_change) < 0.3 * np.linalg.norm(trainer_change), "one that stayed where it was would be 1"
     assert lost > 0.3, "why merged weights are warned of"

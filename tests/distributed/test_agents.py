@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from tests.agents import branching, stage, turns_of
+from tests.agents import branching, list_turns, stage
 from tests.chat_models import DROPS, chat_tokenizer, write_chat
 from tests.distributed.test_episodes import engine_at, prompts
 from tests.ranks import run_ranks
@@ -44,7 +44,7 @@ def test_agents_answers_are_equal_in_each_engine_layout(model_path):
         assert all((row.finish_reason, row.record.numbers.fault) == ("done", "") for row in rows)
         assert all(row.record.numbers.num_turns == 5 and len(row.sequence.contexts) >= 3 for row in rows)
         assert worst_gap(groups, load_tiny(model_path)) < 5e-5
-        return turns_of(groups)
+        return list_turns(groups)
 
     [alone] = run_ranks(body, 1, 1, timeout=120)
     assert sorted(alone) == list(range(5)) and len({str(row) for rows in alone.values() for row in rows}) == 20

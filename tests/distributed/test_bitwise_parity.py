@@ -32,8 +32,8 @@ def test_bitwise_parity_sampled_scored_and_trained_logprobs_are_equal(case, tmp_
     assert_exact(found)
 
 
-def assert_exact(of_ranks):
-    for name, total in cases.over_ranks(of_ranks).items():
+def assert_exact(by_rank):
+    for name, total in cases.over_ranks(by_rank).items():
         assert total.is_exact, f"{name}: {total} log-probs are equal"
 
 

@@ -56,12 +56,12 @@ def models(tmp_path_factory):
     return model
 
 
-def settings_of(model, layout, **changes):
+def make_settings(model, layout, **changes):
     return cases.settings(torch_dtype=MODELS[model].get("dtype", "float32"), **cases.LAYOUTS[layout].settings, **changes)
 
 
 def build(path, model, layout, world, **changes):
-    return cases.build(path, settings_of(model, layout, **changes), world)
+    return cases.build(path, make_settings(model, layout, **changes), world)
 
 
 def by_hand(exchange, mine):
@@ -138,7 +138,7 @@ def look(rank, world, path, model, layout, tamper=None):
 def planned(path, model, layout, **changes):
     """The same plans from the model's shape alone, as `plan` makes them."""
     where = cases.LAYOUTS[layout]
-    cfg = settings_of(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
+    cfg = make_settings(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
     shape = ModelShape.from_pretrained(path)
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
     tuning, ranks = TrainableSpec.from_config(cfg, shape), push.count_ranks(sizes)
@@ -177,7 +177,7 @@ def to_the_first(rank, world, path, layout):
 def test_weight_stream_to_rank_0_uses_only_ranks_of_the_first_pipeline(models):
     path, layout = str(models("dense")), "TP2 SP DP2"
     where = cases.LAYOUTS[layout]
-    cfg = settings_of("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
+    cfg = make_settings("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
     shape = ModelShape.from_pretrained(path)
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=0)
     told = push.sync_traffic(shape, sizes, cfg, TrainableSpec.from_config(cfg, shape))

@@ -282,7 +282,7 @@ def test_metrics_that_no_step_has_reported_are_in_the_checkpoint(tmp_path):
     assert not (run_of(tmp_path, 2) / "grpo/metrics.json").exists()
 
 
-def tensors_of(directories):
+def read_tensors(directories):
     """Every tensor of each checkpoint under its global name and shape, in one process."""
 
     def read(rank, world_size):
@@ -305,7 +305,7 @@ def tensors_of(directories):
     return run_ranks(read, 1)[0]
 
 
-def run_of(directory, step):
+def make_run(directory, step):
     return Path(directory) / "checkpoints" / f"iter_{step:07d}"
 
 
@@ -333,7 +333,7 @@ def test_resume_from_one_rank_in_another_layout_gives_same_weights_and_moments(s
     start_from_two(saved, tmp_path / "source")
     told = run_ranks(resume_and_save, world_size, tmp_path / "source", tmp_path / "new", 2, layout)
     for step in (2, 4):
-        before, after = tensors_of([run_of(saved, step), run_of(tmp_path / "new", step)])
+        before, after = read_tensors([make_run(saved, step), make_run(tmp_path / "new", step)])
         assert before.keys() == after.keys()
         assert any("exp_avg_sq" in name for name in before) and any(name.startswith("decoder") for name in before)
         for name in before:
@@ -347,7 +347,7 @@ def test_resume_experts_in_another_expert_layout_gives_same_weights(tmp_path):
     run_ranks(save_after, 1, tmp_path / "one", 2, 2, {"experts": 4})
     start_from_two(tmp_path / "one", tmp_path / "source")
     run_ranks(resume_and_save, 2, tmp_path / "source", tmp_path / "new", 2, {"experts": 4, "ep": 2})
-    before, after = tensors_of([run_of(tmp_path / "one", 4), run_of(tmp_path / "new", 4)])
+    before, after = read_tensors([make_run(tmp_path / "one", 4), make_run(tmp_path / "new", 4)])
     assert before.keys() == after.keys() and any("exp_avg" in name and "expert" in name for name in before)
     for name in before:
         assert np.array_equal(before[name], after[name]), name
@@ -360,7 +360,7 @@ def start_from_two(saved, source):
 def test_resume_from_tp2_dp2_on_one_rank_gives_same_weights(tmp_path):
     run_ranks(save_after, 4, tmp_path / "four", 2, 0, {"tp": 2, "bf16": True})
     run_ranks(resume_and_save, 1, tmp_path / "four", tmp_path / "one", 0, {"bf16": True})
-    before, after = tensors_of([run_of(tmp_path / "four", 2), run_of(tmp_path / "one", 2)])
+    before, after = read_tensors([make_run(tmp_path / "four", 2), make_run(tmp_path / "one", 2)])
     assert before.keys() == after.keys()
     for name in before:
         assert np.array_equal(before[name], after[name]), name
@@ -374,7 +374,7 @@ def test_resume_without_distributed_optimizer_equals_uninterrupted_run(tmp_path,
     run_ranks(save_after, 1, tmp_path / "one", 2, 2, layout)
     start_from_two(tmp_path / "one", tmp_path / "source")
     run_ranks(resume_and_save, 2, tmp_path / "source", tmp_path / "new", 2, layout)
-    before, after = tensors_of([run_of(tmp_path / "one", 4), run_of(tmp_path / "new", 4)])
+    before, after = read_tensors([make_run(tmp_path / "one", 4), make_run(tmp_path / "new", 4)])
     assert before.keys() == after.keys() and any("exp_avg_sq" in name for name in before)
     for name in before:
         assert np.array_equal(before[name], after[name]), name
@@ -392,7 +392,7 @@ def test_resume_after_each_step_equals_uninterrupted_run(tmp_path, layout):
     run_ranks(save_after, 1, tmp_path / "one", 1, 0, layout)
     run_ranks(resume_and_save, 1, tmp_path / "one", tmp_path / "two", 1, layout)
     run_ranks(resume_and_save, 1, tmp_path / "two", tmp_path / "three", 1, layout)
-    before, after = tensors_of([run_of(tmp_path / "whole", 3), run_of(tmp_path / "three", 3)])
+    before, after = read_tensors([make_run(tmp_path / "whole", 3), make_run(tmp_path / "three", 3)])
     assert before.keys() == after.keys() and any("exp_avg_sq" in name for name in before)
     for name in before:
         assert np.array_equal(before[name], after[name]), name
@@ -502,7 +502,7 @@ def flip_a_byte(path):
     (lambda path: path.write_text(path.read_text()[:40]), "manifest.json", "cannot be read"),
 ], ids=["flipped_bit", "truncated", "missing", "flipped_bit_in_samples", "truncated_manifest"])  # fmt: skip
 def test_resume_names_damage_and_uses_the_checkpoint_before(copy, harm, file, says):
-    harm(run_of(copy, 4) / file)
+    harm(make_run(copy, 4) / file)
     results = run_ranks(restore_only, 2, copy)
     assert [step for step, _ in results] == [2, 2]
     warnings = [text for _, heard in results for text in heard if "damaged" in text or "is skipped" in text]
@@ -510,14 +510,14 @@ def test_resume_names_damage_and_uses_the_checkpoint_before(copy, harm, file, sa
 
 
 def test_resume_from_a_named_damaged_checkpoint_is_an_error_with_the_file(copy):
-    flip_a_byte(run_of(copy, 4) / "__0_0.distcp")
-    for said, _ in run_ranks(restore_only, 2, copy, str(run_of(copy, 4))):
+    flip_a_byte(make_run(copy, 4) / "__0_0.distcp")
+    for said, _ in run_ranks(restore_only, 2, copy, str(make_run(copy, 4))):
         assert "iter_0000004/__0_0.distcp has changed" in said
 
 
 def test_resume_from_only_damaged_checkpoints_is_an_error(copy):
     for step in (2, 4):
-        flip_a_byte(run_of(copy, step) / "__0_0.distcp")
+        flip_a_byte(make_run(copy, step) / "__0_0.distcp")
     [(said, _)] = run_ranks(restore_only, 1, copy)
     assert "No usable checkpoint" in said and "iter_0000002" in said and "iter_0000004" in said
 
@@ -650,7 +650,7 @@ def test_save_is_due_after_the_interval_in_seconds(tmp_path, monkeypatch):
 
 
 def test_manifest_lists_all_files_and_version_of_pending_samples(saved):
-    directory = run_of(saved, 4)
+    directory = make_run(saved, 4)
     manifest = json.loads((directory / "manifest.json").read_text())
     files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert set(manifest["files"]) == files - {"manifest.json"}
@@ -690,7 +690,7 @@ def test_resume_from_checkpoint_with_code_is_an_error_and_runs_no_code(copy, tmp
 
             return os.mkdir, (str(tmp_path / "it ran"),)
 
-    directory = run_of(copy, 4)
+    directory = make_run(copy, 4)
     (directory / ".metadata").write_bytes(pickle.dumps(Runs()))
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"] |= fingerprints(directory, [".metadata"])

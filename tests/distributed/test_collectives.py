@@ -34,12 +34,12 @@ def test_gather_objects_pads_no_object_to_the_longest():
         with wire() as counted:
             found = collectives.all_gather_object(mine)
         collected = collectives.gather_object(mine)
-        of_two = collectives.all_gather_object(rank, collectives.long_timeout_group())
+        by_rank = collectives.all_gather_object(rank, collectives.long_timeout_group())
         assert collected == (found if rank == 0 else None)
-        return [one if one[0] != "long" else len(one[1]) for one in found], of_two, counted.reduced
+        return [one if one[0] != "long" else len(one[1]) for one in found], by_rank, counted.reduced
 
-    for found, of_two, reduced in run_ranks(body, 3):
-        assert found == [[0, None], 307_200, [2, None]] and of_two == [0, 1, 2]
+    for found, by_rank, reduced in run_ranks(body, 3):
+        assert found == [[0, None], 307_200, [2, None]] and by_rank == [0, 1, 2]
         assert 307_200 < reduced < 307_200 + 500
 
 

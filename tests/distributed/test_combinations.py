@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 def stored(tmp_path_factory):
     """(material, runs, what they should give)."""
     folder = tmp_path_factory.mktemp("combinations")
-    made, runs = every.material(folder), every.iterate_runs(every.every_pair())
+    made, runs = every.material(folder), every.iterate_runs(every.list_pairs())
     return made, runs, every.expect(made, runs, folder)
 
 
@@ -32,7 +32,7 @@ THIRDS = {"TP2": 1, "PP2": 13, "DP2": 40, "CP2": 26}
 
 
 def third(layout: str) -> list[every.Combination]:
-    chosen = every.every_pair()
+    chosen = every.list_pairs()
     drawn = random.Random(THIRDS[layout]).sample(chosen, len(chosen) // 3)
     # Not each cut lets two ranks have parts of one group, and `real` alone compares those.
     return drawn + [combination for combination in chosen if combination[0] == "real" and combination not in drawn]
@@ -49,7 +49,7 @@ def errors(stored, layout: str, chosen: Collection[Any], tamper=None, **settings
 
 
 def test_loss_each_pair_of_settings_equals_float64_for_each_batch_split(stored):
-    found = errors(stored, "1", every.every_pair())
+    found = errors(stored, "1", every.list_pairs())
     assert len(found.loss) > 40 and not found.beyond()
     assert found.kl_in_reward < 1e-5
 
@@ -62,16 +62,16 @@ def test_loss_each_setting_equals_float64_in_each_layout(stored, layout):
 
 
 def test_every_pair_covers_all_pairs_of_settings_and_all_batch_splits():
-    chosen = every.every_pair()
+    chosen = every.list_pairs()
     for one, two in itertools.combinations(range(4), 2):
         kinds = [every.LOSS_TYPES, every.LEVELS, every.KL_MODES, every.ESTIMATORS]
         assert {(c[one], c[two]) for c in chosen} == set(itertools.product(kinds[one], kinds[two])), (every.NAMES[one], every.NAMES[two])
-    drawn = [every.config_of(c) for c in chosen]
+    drawn = [every.make_config(c) for c in chosen]
     assert [c for c, cfg in zip(chosen, drawn, strict=True) if cfg is None] == [c for c in chosen if c[2:] == ("in reward", "gdpo")]
     for name, values in every.OTHERS.items():
         assert {getattr(cfg, name) for cfg in drawn if cfg} == set(values), name
     for layout in THIRDS:
-        legal = [combination for combination in third(layout) if every.config_of(combination) is not None]
+        legal = [combination for combination in third(layout) if every.make_config(combination) is not None]
         for place, kind in enumerate((every.LOSS_TYPES, every.LEVELS, every.KL_MODES, every.ESTIMATORS)):
             assert {combination[place] for combination in legal} == set(kind), (layout, every.NAMES[place])
 
@@ -80,7 +80,7 @@ def take_each_ranks_own_entropy_threshold(policy):
     from megatron_grpo.core.policy import passes as module
 
     threshold = module.entropy_threshold  # a rank that hears only itself of its group
-    module.entropy_threshold = lambda *of, over_ranks: threshold(*of, over_ranks=lambda counts: counts)
+    module.entropy_threshold = lambda *entropies, over_ranks: threshold(*entropies, over_ranks=lambda counts: counts)
 
 
 def compare_completions_on_one_rank_alone(policy):

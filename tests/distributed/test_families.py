@@ -113,14 +113,14 @@ def prepared(tmp_path_factory):
     def prepare(name: str):
         family, changes, _ = MODELS[name]
         path = write_tiny(folder / name.replace("/", " "), family, **{"layers": 4, "vocab": 125, "std": 0.1, **changes})
-        sequences = sequences_of(path)
+        sequences = make_sequences(path)
         batches = cases.stored_rollout(path, vocab=125)
         return path, sequences, wanted(path, sequences), batches, cases.reference(path, cases.settings(), batches)
 
     return prepare
 
 
-def sequences_of(path) -> list[list[int]]:
+def make_sequences(path) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(0, 125, length + 1).tolist() for length in LENGTHS]
 
@@ -197,12 +197,12 @@ def test_family_config_json_is_read_like_transformers(tmp_path):
         file = paths[name] / "config.json"
         config = json.loads(file.read_text()) | changes
         file.write_text(json.dumps({key: value for key, value in config.items() if key not in changes or value is not None}))
-        right[name] = wanted(paths[name], sequences_of(paths[name]), "float64")
+        right[name] = wanted(paths[name], make_sequences(paths[name]), "float64")
 
     def body(rank, world):
         parallel = cases.join(cases.settings(), world)
         return {
-            name: cases.score_tokens(cases.build(path, cases.settings(), world, parallel), sequences_of(path))
+            name: cases.score_tokens(cases.build(path, cases.settings(), world, parallel), make_sequences(path))
             for name, path in paths.items()
         }
 
@@ -214,7 +214,7 @@ def test_family_config_json_is_read_like_transformers(tmp_path):
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}], ids=lambda rope: rope["rope_type"])
 def test_family_old_rope_scaling_keys_equal_new_ones(tmp_path, rope):
     path = write_tiny(tmp_path, "llama", rope_parameters={"rope_theta": 2e4, **rope}, std=0.1)
-    sequences = sequences_of(path)
+    sequences = make_sequences(path)
     logprobs = wanted(path, sequences)
     file = Path(path) / "config.json"
     config = json.loads(file.read_text())
@@ -229,7 +229,7 @@ def test_family_old_rope_scaling_keys_equal_new_ones(tmp_path, rope):
 def test_family_bfloat16_error_is_that_of_transformers(tmp_path, name):
     family, changes, _ = MODELS[name]
     path = write_tiny(tmp_path, family, layers=4, vocab=125, std=0.1, dtype="bfloat16", **changes)
-    sequences = sequences_of(path)
+    sequences = make_sequences(path)
     exact, theirs = (np.concatenate(wanted(path, sequences, dtype)) for dtype in ("float32", "bfloat16"))
     cfg = cases.settings(torch_dtype="bfloat16", tensor_model_parallel_size=2, sequence_parallel=True)
     found, _ = run_ranks(score, 2, path, cfg, sequences)

@@ -24,7 +24,7 @@ MODELS = {
 
 def one_step_and_save(rank, world, path, layout, folder, batch):
     policy = cases.build(path, cases.settings(micro_batch_size=2, **layout), world)
-    policy.train_step(cases.batch_of(policy, batch, 0))
+    policy.train_step(cases.make_batch(policy, batch, 0))
     checkpoints(folder).save(Progress(step=1, num_rollouts=1, num_prompts=4, num_tokens=1), Waiting(), policy, Prompts())
     return exported(policy)
 
@@ -33,7 +33,7 @@ def go_on(rank, world, path, layout, folder, batches):
     policy = cases.build(path, cases.settings(micro_batch_size=2, **layout), world)
     restored(checkpoints(folder), policy, Prompts())
     before = exported(policy)
-    policy.train_step(cases.batch_of(policy, batches[1], 1))
+    policy.train_step(cases.make_batch(policy, batches[1], 1))
     return before, exported(policy)
 
 
@@ -44,7 +44,7 @@ def take_a_step(rank, world, path, layout, folder, batches, first, last):
         restored(checkpoints(folder), policy, Prompts())
     found = [exported(policy)]
     for step in range(first, last + 1):
-        policy.train_step(cases.batch_of(policy, batches[step], step))
+        policy.train_step(cases.make_batch(policy, batches[step], step))
         found.append(exported(policy))
         if step == first:
             progress = Progress(step=step + 1, num_rollouts=1, num_prompts=4, num_tokens=1)

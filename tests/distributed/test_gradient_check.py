@@ -104,8 +104,8 @@ def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(mod
             cfg = cases.settings(**layout.settings, **settings)
             policy, other = (cases.build(path, cfg, world, parallel) for _ in range(2))
             for one in (policy, other):
-                assert one.train_step(cases.batch_of(one, first, 0)).skipped_step is None
-            batch = cases.batch_of(policy, second, 1)
+                assert one.train_step(cases.make_batch(one, first, 0)).skipped_step is None
+            batch = cases.make_batch(policy, second, 1)
             with spoilt(policy, BAD_RANK, is_no_number) as done:
                 trained, same, scheduled = nothing_moved(policy, lambda: policy.train_step(batch))  # noqa: B023 - called at once
             assert len(done) >= 1 or rank != BAD_RANK, "the hook ran"
@@ -113,7 +113,7 @@ def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(mod
             assert trained.metrics["grad_norm"] == math.inf and trained.metrics["skipped_iterations"] == 1
             for one in (policy, other):
                 torch.manual_seed(0)
-                after = one.train_step(cases.batch_of(one, second, 1))
+                after = one.train_step(cases.make_batch(one, second, 1))
                 assert after.skipped is None
             if not settings.get("lora_dropout"):
                 assert is_same(get_weights(policy), get_weights(other))
@@ -123,8 +123,8 @@ def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(mod
             found.append((trained.skipped_step, rows))
         return found
 
-    for settings, *of_ranks in zip(LAYOUTS[name], *run_ranks(body, layout.world_size, timeout=240), strict=True):
-        refusals, rows = zip(*of_ranks, strict=True)
+    for settings, *by_rank in zip(LAYOUTS[name], *run_ranks(body, layout.world_size, timeout=240), strict=True):
+        refusals, rows = zip(*by_rank, strict=True)
         assert len({str(skipped_step) for skipped_step in refusals}) == 1
         [skipped_step], [bad] = {id(refusals[0]): refusals[0]}.values(), refusals[0].bad_micro_batches
         assert skipped_step.why == "its gradient is not finite" and skipped_step.weights == ()
@@ -143,7 +143,7 @@ def test_gradient_check_covers_copies_that_the_norm_does_not_count(models, batch
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
         if rank == BAD_RANK:
             policy.chunks[0].decoder.final_layernorm.weight.register_hook(is_no_number)
-        trained = policy.train_step(cases.batch_of(policy, first, 0))
+        trained = policy.train_step(cases.make_batch(policy, first, 0))
         return trained.metrics["grad_norm"], trained.skipped_step.ranks, {one.ranks for one in trained.skipped_step.bad_micro_batches}
 
     assert run_ranks(body, 2) == [(math.inf, (BAD_RANK,), {(BAD_RANK,)})] * 2
@@ -159,25 +159,25 @@ def test_gradient_check_names_rows_with_nan_and_the_size_of_spikes(models, batch
         found = []
         policy = cases.build(models["qwen3"], cases.settings(micro_batch_size=2, **layout.settings), world)
         samples = [dataclasses.replace(sample, advantage=math.nan) if row == 3 else sample for row, sample in enumerate(first)]
-        batch = cases.batch_of(policy, samples, 0)
+        batch = cases.make_batch(policy, samples, 0)
         [where] = [(rank, number) for number, micro in enumerate(batch.micro_batches) if (0, 3) in micro.rows] or [None]
         found.append((policy.train_step(batch).skipped_step, where))
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world, policy.parallel)
-        usual = policy.train_step(cases.batch_of(policy, first, 0)).metrics["grad_norm"]
+        usual = policy.train_step(cases.make_batch(policy, first, 0)).metrics["grad_norm"]
         policy.gradient_check = GradNormSpikeCheck(max_norm=10 * usual)
         with spoilt(policy, BAD_RANK, lambda gradient: 1e6 * gradient):
-            trained, same, _ = nothing_moved(policy, lambda: policy.train_step(cases.batch_of(policy, second, 1)))
+            trained, same, _ = nothing_moved(policy, lambda: policy.train_step(cases.make_batch(policy, second, 1)))
         assert same and 10 * usual < trained.metrics["grad_norm"] < math.inf
         found.append((trained.skipped_step, None))
 
         with spoilt(policy, BAD_RANK, is_no_number, once=True):
-            found.append((policy.train_step(cases.batch_of(policy, second, 1)).skipped_step, None))
+            found.append((policy.train_step(cases.make_batch(policy, second, 1)).skipped_step, None))
         return found
 
     (advantage, where), (spike, _), (transient, _) = (
         (refusals[0], next((one for one in places if one), None))
-        for refusals, places in (zip(*of_ranks, strict=True) for of_ranks in zip(*run_ranks(body, 2), strict=True))
+        for refusals, places in (zip(*by_rank, strict=True) for by_rank in zip(*run_ranks(body, 2), strict=True))
     )
     [bad] = advantage.bad_micro_batches
     assert (bad.ranks, bad.micro_batch) == ((where[0],), where[1])
@@ -196,7 +196,7 @@ def test_gradient_check_names_ranks_with_nan_weights(models, batches):
         if rank == BAD_RANK:
             with torch.no_grad():
                 policy.chunks[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] = math.nan
-        skipped_step = policy.train_step(cases.batch_of(policy, first, 0)).skipped_step
+        skipped_step = policy.train_step(cases.make_batch(policy, first, 0)).skipped_step
         return skipped_step.weights, skipped_step.bad_micro_batches
 
     weights = ((BAD_RANK, "decoder.layers.1.mlp.linear_fc2.weight"),)
@@ -260,7 +260,7 @@ def test_gradient_check_offload_after_refused_step_restores_the_policy(models, b
                 if one is other and step == 1:
                     continue
                 with one.on_device("all"), spoilt(one, BAD_RANK if is_spoilt else -1, is_no_number):
-                    refused.append(one.train_step(cases.batch_of(one, samples, min(step, 1))).skipped_step is not None)
+                    refused.append(one.train_step(cases.make_batch(one, samples, min(step, 1))).skipped_step is not None)
                 one.free_memory()
         with policy.on_device("all"):
             same = is_same(get_weights(policy), get_weights(other)), all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))

@@ -53,7 +53,7 @@ def plain_state(policy, *, is_loading):
 
 def steps(policy, batches, first):
     for index, rows in enumerate(batches, first):
-        policy.train_step(cases.batch_of(policy, rows, index))
+        policy.train_step(cases.make_batch(policy, rows, index))
     return {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
 
 

@@ -92,8 +92,10 @@ def worst(model, engine, prompts, *, seed=0):
     at_tokens = max(np.abs((hf_logprobs(model, one.sequence, 0.9) - one.logprobs[1:])[one.sequence.mask[1:]]).max() for one in drawn)
     probes = engine.probes()
     found = [np.abs(hf_logprobs(model, probe) - scores).max() for probe, scores in zip(probes, engine.score(probes), strict=True)]
-    of = {seen: max(one for one, probe in zip(found, probes, strict=True) if bool(probe.images) == seen) for seen in (True, False)}
-    return float(at_tokens), float(of[True]), float(of[False])
+    worst_by_images = {
+        seen: max(one for one, probe in zip(found, probes, strict=True) if bool(probe.images) == seen) for seen in (True, False)
+    }
+    return float(at_tokens), float(worst_by_images[True]), float(worst_by_images[False])
 
 
 @pytest.fixture(scope="module")

@@ -109,11 +109,11 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
 def test_local_teacher_logprobs_equal_transformers_in_each_layout(models, samples, layout):
     case, teachers = LAYOUTS[layout]
     ways = [{}, {"offload_teacher_model": True, "share_prefix": "true", "max_tokens_per_micro_batch": 64}]
-    of_ranks = run_ranks(scored, case.world_size, models, samples, case.settings, teachers, ways)
+    by_rank = run_ranks(scored, case.world_size, models, samples, case.settings, teachers, ways)
     for name in teachers:
         right = dict(zip([sample.key for sample in samples], expected(models[name], samples), strict=True))
         for way in range(len(ways)):
-            found = {key: values for one in of_ranks for key, values in one[name, way].items()}
+            found = {key: values for one in by_rank for key, values in one[name, way].items()}
             assert found.keys() == right.keys()
             worst = max(float(np.abs(found[key] - right[key]).max()) for key in right)
             assert worst < 2e-5, (name, way, worst)

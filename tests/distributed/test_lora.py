@@ -39,7 +39,7 @@ TARGETS = {
 def made(tmp_path_factory):
     folder, models, right = tmp_path_factory.mktemp("lora"), {}, {}
 
-    def of(model: str, targets: str, loss: str = "grpo"):
+    def get(model: str, targets: str, loss: str = "grpo"):
         """(model directory, global batches, settings, what PEFT makes of them)."""
         if model not in models:
             path = write_tiny(folder / model, **MODELS[model])
@@ -47,13 +47,13 @@ def made(tmp_path_factory):
         path, batches = models[model]
         adapter = folder / f"{model}, {targets}"
         if not adapter.exists():
-            lora_cases.random_adapter(path, adapter, TARGETS[targets])
+            lora_cases.write_random_adapter(path, adapter, TARGETS[targets])
         settings = cases.MODEL_SETTINGS.get(model, {}) | dict(tuner_type="lora", adapters=str(adapter)) | cases.LOSSES[loss]
         if (adapter, loss) not in right:
             right[adapter, loss] = cases.reference(path, cases.settings(**settings), batches)
         return path, batches, settings, right[adapter, loss]
 
-    return of
+    return get
 
 
 def assert_equal(made, model: str, layout: str, runs) -> None:
@@ -269,9 +269,9 @@ def test_lora_mutation_is_detected(made, layout):
             found.append((mistake.__name__, shows, getattr(off, shows)))
         return found
 
-    for of_rank in run_ranks(all_mistakes, case.world_size, timeout=300):
+    for rank_outcomes in run_ranks(all_mistakes, case.world_size, timeout=300):
         mended = {mistake.__name__ for mistake in MENDED}
-        assert {name for name, _, error in of_rank if error < 1e-3} <= mended, of_rank
+        assert {name for name, _, error in rank_outcomes if error < 1e-3} <= mended, rank_outcomes
 
 
 # ---- dropout -----------------------------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def with_dropout(rank, world, path, cfg, batches):
     """After two steps: the matrices that every tensor-parallel rank holds whole, a text scored twice, and the first gradient norm."""
     policy, norms = cases.build(path, cfg, world), []
     for index, samples in enumerate(batches):
-        norms.append(policy.train_step(cases.batch_of(policy, samples, index)).metrics["grad_norm"])
+        norms.append(policy.train_step(cases.make_batch(policy, samples, index)).metrics["grad_norm"])
     shared = {name: linear.lora_a if linear.lora_place.is_column else linear.lora_b for name, linear in policy.adapters.linears.items()}
     scores = [cases.score_tokens(policy, [[5, 6, 7, 8, 9]])[0].tolist() for _ in range(2)]
     return {name: tensor.detach().numpy() for name, tensor in shared.items()}, scores, norms

@@ -47,7 +47,7 @@ def by_peft(model: Path, out: Path, **config) -> Path:
     return out
 
 
-def logprobs_of(model) -> list[np.ndarray]:
+def compute_logprobs(model) -> list[np.ndarray]:
     from tests.tiny_models import hf_logprobs
 
     return [hf_logprobs(model, ids).numpy() for ids in TOKENS]
@@ -85,12 +85,12 @@ def test_peft_adapters_load_and_export_exactly(model, tmp_path, layout):
     found = run_ranks(use, case.world_size, model, cases.settings(**case.settings), adapters, tmp_path / "out", timeout=200)[0]
     for kind, adapter in adapters.items():
         right = loaded(model, adapter)
-        assert worst(logprobs_of(right), found[kind]) < 2e-5, kind
-        assert worst(logprobs_of(load_tiny(model)), found[kind]) > 0.05, "the adapter says nothing"
+        assert worst(compute_logprobs(right), found[kind]) < 2e-5, kind
+        assert worst(compute_logprobs(load_tiny(model)), found[kind]) > 0.05, "the adapter says nothing"
         out = tmp_path / "out" / kind
         before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, out))
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-        assert worst(logprobs_of(right), logprobs_of(loaded(model, out))) == 0
+        assert worst(compute_logprobs(right), compute_logprobs(loaded(model, out))) == 0
         merged = load_file(tmp_path / "out" / f"{kind}_merged" / "model.safetensors")
         for name, tensor in right.merge_and_unload().state_dict().items():
             assert name not in merged or torch.allclose(tensor, merged[name], atol=1e-6), name
@@ -105,11 +105,12 @@ def test_exported_adapters_load_in_transformers_and_peft_without_the_base_name(m
     written = tmp_path / "out" / "one"
     assert json.loads((written / "base_model.json").read_text())["fingerprint"].startswith("qwen3 ")
     assert (
-        worst(logprobs_of(AutoPeftModelForCausalLM.from_pretrained(str(written)).eval()), logprobs_of(loaded(model, adapter))) < 1e-5
+        worst(compute_logprobs(AutoPeftModelForCausalLM.from_pretrained(str(written)).eval()), compute_logprobs(loaded(model, adapter)))
+        < 1e-5
     )  # attention is computed otherwise
     plain = load_tiny(model)
     plain.load_adapter(str(written))
-    assert worst(logprobs_of(plain), logprobs_of(loaded(model, adapter))) < 1e-6
+    assert worst(compute_logprobs(plain), compute_logprobs(loaded(model, adapter))) < 1e-6
 
 
 ATTENTION = dict(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], rank_pattern={"v_proj": 2})
@@ -117,19 +118,19 @@ ATTENTION = dict(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj"
 
 @pytest.mark.parametrize(("name", "layout"), [("GLM", "TP2 ETP1"), ("gpt-oss", "EP2"), ("OLMo", "PP2"), ("Gemma", "TP2 SP")])
 def test_peft_adapters_of_other_families_load_and_export_exactly(tmp_path, name, layout):
-    """Beside attention; and in dense models beside the MLP. Of experts PEFT's files have other names (`test_export_warns_of_modules_that_peft_drops`)."""
+    """Of experts PEFT has other names in its files: see `test_export_warns_of_modules_that_peft_drops`."""
     path, config = write_tiny(tmp_path / "model", **cases.FAMILIES[name]), ATTENTION
     if name not in cases.WITH_EXPERTS:
         config = config | dict(target_modules="all-linear")
     adapter, case = by_peft(path, tmp_path / "in", **config), cases.LAYOUTS[layout]
     found = run_ranks(use, case.world_size, path, cases.settings(**case.settings), {"one": adapter}, tmp_path / "out")[0]["one"]
-    assert worst(logprobs_of(loaded(path, adapter)), found) < 2e-5
-    assert worst(logprobs_of(load_tiny(path)), found) > 0.02, "the adapter says nothing"
+    assert worst(compute_logprobs(loaded(path, adapter)), found) < 2e-5
+    assert worst(compute_logprobs(load_tiny(path)), found) > 0.02, "the adapter says nothing"
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "out" / "one"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    assert worst(logprobs_of(loaded(path, tmp_path / "out" / "one")), logprobs_of(loaded(path, adapter))) == 0
+    assert worst(compute_logprobs(loaded(path, tmp_path / "out" / "one")), compute_logprobs(loaded(path, adapter))) == 0
     merged = load_tiny(tmp_path / "out" / "one_merged")
-    assert worst(logprobs_of(merged), found) < 2e-5
+    assert worst(compute_logprobs(merged), found) < 2e-5
 
 
 def test_merged_files_equal_the_merged_policy(model, tmp_path):
@@ -179,21 +180,21 @@ def test_export_warns_of_modules_that_peft_drops(tmp_path):
     model = write_tiny(tmp_path / "model", "deepseek_v3")
     left_out = [f"{where}.{last}_proj" for where in ("layers.0.mlp", "shared_experts") for last in ("gate", "up", "down")]
     kinds = {"all": lora_cases.LoraSettings(rank=4), "fitting": lora_cases.LoraSettings(rank=4, exclude_modules=left_out)}
-    adapters = {kind: lora_cases.random_adapter(model, tmp_path / "in" / kind, settings) for kind, settings in kinds.items()}
+    adapters = {kind: lora_cases.write_random_adapter(model, tmp_path / "in" / kind, settings) for kind, settings in kinds.items()}
     heard = run_ranks(export_and_listen, 1, model, adapters, tmp_path / "out")[0]
     assert heard["fitting"] == []
     (said,) = heard["all"]
     assert said.startswith(f"{tmp_path / 'out' / 'all'}: PEFT 0.21 loads this adapter without 6 of its 28 modules (model.layers.0.mlp.")
     assert "merge_lora true" in said and "exclude_modules" in said
 
-    loaded_of = {}
+    unloaded = {}
     for kind in kinds:
         held, wrapped = load_file(tmp_path / "out" / kind / "adapter_model.safetensors"), loaded(model, tmp_path / "out" / kind)
         there = {name.replace(".default", "") for name, _ in wrapped.named_parameters()}
         # Experts' matrices have other names in transformers' model.
-        loaded_of[kind] = [name for name in held if ".mlp.experts." not in name and name not in there]
-    assert loaded_of["fitting"] == []
-    assert len(loaded_of["all"]) == 12 and all(".layers.0.mlp." in name or ".shared_experts." in name for name in loaded_of["all"])
+        unloaded[kind] = [name for name in held if ".mlp.experts." not in name and name not in there]
+    assert unloaded["fitting"] == []
+    assert len(unloaded["all"]) == 12 and all(".layers.0.mlp." in name or ".shared_experts." in name for name in unloaded["all"])
 
 
 # ---- who the KL is measured against --------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def test_export_warns_of_modules_that_peft_drops(tmp_path):
 def references(rank, world, model, cfg):
     policy = cases.build(model, cfg, world)
     samples = cases.stored_rollout(model, vocab=125)[0]
-    policy.train_step(cases.batch_of(policy, samples, 0))
+    policy.train_step(cases.make_batch(policy, samples, 0))
     with policy.adapters.reference():
         return cases.score_tokens(policy, TOKENS), cases.score_tokens(policy, TOKENS)
 
@@ -210,7 +211,7 @@ def references(rank, world, model, cfg):
 @pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2"])
 def test_lora_reference_is_the_initial_policy_unless_another_is_named(model, tmp_path, layout):
     case = cases.LAYOUTS[layout]
-    start = lora_cases.random_adapter(model, tmp_path / "start")
+    start = lora_cases.write_random_adapter(model, tmp_path / "start")
     sft = by_peft(model, tmp_path / "sft", **KINDS["all-linear, rslora"])
     base = cases.settings(tuner_type="lora", beta=0.1, target_modules=["q_proj", "down_proj"], **case.settings)
     wanted = {
@@ -222,7 +223,7 @@ def test_lora_reference_is_the_initial_policy_unless_another_is_named(model, tmp
         cfg = base.with_values({given[0]: str(given[1])}) if given else base
         for first, again in run_ranks(references, case.world_size, model, cfg):
             assert worst(first, again) == 0
-            assert worst(first, logprobs_of(right)) < 2e-5, given
+            assert worst(first, compute_logprobs(right)) < 2e-5, given
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------------------------
@@ -233,11 +234,11 @@ def save(rank, world, model, cfg, batches, directory):
 
     policy = cases.build(model, cfg, world)
     for index, samples in enumerate(batches):
-        policy.train_step(cases.batch_of(policy, samples, index))
+        policy.train_step(cases.make_batch(policy, samples, index))
     write_sharded(policy.sharded_state_dict(is_loading=False), directory)
 
 
-def names_of(rank, world, directory):
+def list_names(rank, world, directory):
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
     return [part.key for part in load_sharded_metadata(str(directory)).values()]
@@ -249,7 +250,7 @@ def third_step(rank, world, model, cfg, batches, directory):
 
     policy = cases.build(model, cfg.with_values({"adapters": None, "seed": 7}), world)
     policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
-    policy.train_step(cases.batch_of(policy, batches[2], 2))
+    policy.train_step(cases.make_batch(policy, batches[2], 2))
     return {name: tensor.numpy().copy() for name, tensor in policy.named_adapters()}
 
 
@@ -259,7 +260,7 @@ def third_step(rank, world, model, cfg, batches, directory):
 )
 def test_lora_checkpoint_holds_only_adapters_and_resumes_in_each_layout(tmp_path, kind, saved, resumed):
     model = write_tiny(tmp_path / "model", **cases.MODELS[kind])
-    start, batches = lora_cases.random_adapter(model, tmp_path / "start"), cases.stored_rollout(model, num_steps=3, vocab=125)
+    start, batches = lora_cases.write_random_adapter(model, tmp_path / "start"), cases.stored_rollout(model, num_steps=3, vocab=125)
     words = lora_cases.in_settings(lora_cases.ODD)
 
     def settings(layout, **more):
@@ -269,7 +270,7 @@ def test_lora_checkpoint_holds_only_adapters_and_resumes_in_each_layout(tmp_path
     directory = tmp_path / "checkpoint"
     directory.mkdir()
     run_ranks(save, cases.LAYOUTS[saved].world_size, model, settings(saved, adapters=str(start)), batches[:2], directory)
-    held = run_ranks(names_of, 1, directory)[0]
+    held = run_ranks(list_names, 1, directory)[0]
     assert held and all(".lora_" in name for name in held), [name for name in held if ".lora_" not in name]
     for layout in resumed:
         for found in run_ranks(third_step, cases.LAYOUTS[layout].world_size, model, settings(layout), batches, directory):

@@ -13,7 +13,7 @@ from megatron_grpo.core.grpo.metrics import finish
 from megatron_grpo.core.grpo.objectives import RATIOS, ClassificationTerms
 from megatron_grpo.core.settings import GrpoConfig
 from tests.ranks import run_ranks
-from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, token_weight_fn
+from tests.reference.packing import MAX_COMPLETION_LENGTH, compute_labels, pack, random_batch, token_weight_fn
 
 MODES = dict(zip(OBJECTIVES, ["none", "sequence_truncate", "sequence_mask", "token_mask"] * 3)) | {"vespo": "token_mask", "real": "none"}
 CASES = [
@@ -38,11 +38,11 @@ def losses_on(compute_positions, sum_over_context):
         completions = random_batch(seed)
         loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
         weights = token_weight_fn(loss, completions)
-        packed = pack(completions, weights, range(len(completions)), torch.float64, labels_of(loss, completions, weights))
+        packed = pack(completions, weights, range(len(completions)), torch.float64, compute_labels(loss, completions, weights))
         mine = compute_positions(len(packed.places))
         cut = {f.name: getattr(packed.inputs, f.name) for f in dataclasses.fields(packed.inputs)}
         cut = {name: value[mine] if isinstance(value, torch.Tensor) else value for name, value in cut.items()}
-        cut["labels"] = packed.inputs.labels and ClassificationTerms(*(of[mine] for of in packed.inputs.labels))
+        cut["labels"] = packed.inputs.labels and ClassificationTerms(*(field[mine] for field in packed.inputs.labels))
         value, logs = loss(
             type(packed.inputs)(**cut),
             logprobs=packed.logprobs[mine],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mismatch_cases import CLEAN, FAULTS, LAYOUTS, MODELS, found_of, is_right
+from tests.mismatch_cases import CLEAN, FAULTS, LAYOUTS, MODELS, find_mismatches, is_right
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -36,7 +36,7 @@ def test_mismatch_names_the_faulty_operation_and_nothing_without_a_fault(tmp_pat
     places += [i for i, one in enumerate(every) if (one.model, one.layout) == (model, layout) and "on rank 1" in one.what]
     assert len(places) == len(TAKEN[model, layout])
     paths = [write_tiny(tmp_path / str(seed), **MODELS[model], seed=seed) for seed in (0, 1)]
-    found = run_ranks(found_of, LAYOUTS[layout][0], paths, places, timeout=300)
+    found = run_ranks(find_mismatches, LAYOUTS[layout][0], paths, places, timeout=300)
     for place, one in zip(places, found[0], strict=True):
         assert is_right(every[place], one), (every[place].what, one)
         assert bool(one["named"]) == (one["nats"] > 1e-4)  # it was there to be found: log-probs moved

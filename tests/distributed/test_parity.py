@@ -19,7 +19,7 @@ WAYS = ["recompute full, uniform", "recompute selective, moe", "overlapped gradi
 def matrix(tmp_path_factory):
     made = {}
 
-    def of(model: str):
+    def get(model: str):
         if model not in made:
             path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
             batches = cases.stored_rollout(path, num_steps=2, vocab=125)
@@ -34,7 +34,7 @@ def matrix(tmp_path_factory):
             ),
         )
 
-    return of
+    return get
 
 
 def assert_equal(model: str, matrix, layout: cases.Case, place: int, **more):
@@ -138,7 +138,7 @@ def test_global_batch_without_tokens_skips_the_step(tmp_path, name):
 
     def body(rank, world):
         policy = cases.build(path, cases.settings(**cases.MODEL_SETTINGS.get(model, {}), **layout.settings), world)
-        batch = cases.batch_of(policy, samples, 0)
+        batch = cases.make_batch(policy, samples, 0)
         trained = policy.train_step(batch)
         lengths = [len(scored) for scored in cases.score_tokens(policy, [[5], [5, 6, 7]])]
         return trained.skipped is not None, trained.metrics["loss"], batch.metrics["packing/efficiency"], lengths

@@ -22,7 +22,7 @@ def model(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("model"), max_positions=512)
 
 
-def versions_of(path):
+def make_versions(path):
     """The state of each version: the checkpoint's, and after each push all matrices moved by 5 % of their spread."""
     import torch
     from safetensors.torch import load_file
@@ -117,7 +117,7 @@ def errors(path, states, groups, sampling):
 
 
 def whole_run(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
-    states = versions_of(path)
+    states = make_versions(path)
     engine = build(path, rank, world_size, tensor_parallel_size)
     groups, after = sampled(engine, states, sampling)
     return engine, states, groups, after
@@ -261,7 +261,7 @@ def test_partial_rollout_cancelled_generation_frees_the_engine(model):
             generation.groups([prompt(0), prompt(1)])
         generation.abort()
         engine.should_cancel = lambda: False
-        push(engine, versions_of(model), 1)  # fails while a request is running
+        push(engine, make_versions(model), 1)  # fails while a request is running
         return len(engine.generate([prompt(0), prompt(1)], settings(), seed=3))
 
     assert run_ranks(body, 2) == [1, 1]

@@ -63,7 +63,7 @@ def prepare_model(path):
     return load_tiny(path)
 
 
-def worst_of(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
+def find_worst_gap(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
     """|sampled log-prob - transformers'| at the version that each token names, of a completion; in nats at temperature 1."""
     from tests.tiny_models import hf_logprobs
 
@@ -94,7 +94,7 @@ def live_over_pushes(rank, world, paths, named, out, seconds):
                     found[group.prompt.number, place] = (list(one.answer_ids), spans, one.text, one.finish_reason)
             to_check += [(asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in kept]
             left.append([(one.key, one.versions, len(one.token_ids), one.finish_reason) for one in kept])
-    return found, max(worst_of(paths, *one) for one in to_check), left
+    return found, max(find_worst_gap(paths, *one) for one in to_check), left
 
 
 @pytest.mark.parametrize(("world", "seconds"), [(1, 0.0), (2, 0.1)])
@@ -147,7 +147,7 @@ def interrupt_and_kill(rank, world, paths, named, out, moment, pids):
             kill(pids)
         groups += generation.groups(asked[1:])
         found = generation.interrupt()
-        worst = max(worst_of(paths, asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in found)
+        worst = max(find_worst_gap(paths, asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in found)
         return [group.prompt.number for group in groups], worst, before, {one.key: (len(one.token_ids), one.versions) for one in found}
 
 
@@ -209,7 +209,7 @@ def hold(rank, world, paths, named, out, file):
                 assert one.reason == ("length" if i == 0 else "abort") or one.reason == "stop"
                 assert len(one.tokens) == len(one.logprobs)
                 parts = [(0, 0, len(one.tokens))]
-                assert worst_of(paths, prompt.token_ids, one.tokens.tolist(), one.logprobs, parts, temperature=1.0) < 1e-5
+                assert find_worst_gap(paths, prompt.token_ids, one.tokens.tolist(), one.logprobs, parts, temperature=1.0) < 1e-5
         assert any(one.reason == "abort" and len(one.tokens) for answer in answers.values() for one in answer.completions)
         # The same completion in two parts has one text.
         first = max((one for one in answers["1"].completions if one.reason == "abort"), key=lambda one: len(one.tokens))
@@ -224,16 +224,16 @@ def hold(rank, world, paths, named, out, file):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(paths[0])
-        of_text = [token for token in begun if token not in tokenizer.all_special_ids]
+        text_tokens = [token for token in begun if token not in tokenizer.all_special_ids]
         end = next(i for i, token in enumerate(second.tokens.tolist()) if token not in tokenizer.all_special_ids)
-        over = tokenizer.decode([*of_text[-3:], second.tokens[end]])
+        over = tokenizer.decode([*text_tokens[-3:], second.tokens[end]])
         lines.clear()
         stops = wire.GenerateRequest(version=0, sampling=wire.Sampling(stop=(over,)), requests=(rest,))
         start_coroutine(member.server.stream("/generate", stops, lines.append)).result()
         [answer] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
         [stopped] = answer.completions
         assert stopped.reason == "stop" and stopped.tokens.tolist() == second.tokens.tolist()[: end + 1]
-        assert stopped.text.strip() == tokenizer.decode(of_text[:-3]).strip()
+        assert stopped.text.strip() == tokenizer.decode(text_tokens[:-3]).strip()
 
 
 def replace_requests(body, *requests):
@@ -275,5 +275,5 @@ def lose_all(rank, world, paths, named, out, pid):
         assert [group.prompt.number for group in generation.groups(asked)] == [0, 1, 2, 3]
         found = generation.interrupt()
         assert all(len(one.token_ids) >= before.get(one.key, 0) for one in found)
-        worst = max(worst_of(paths, asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in found)
+        worst = max(find_worst_gap(paths, asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in found)
         return [one.versions for one in found], worst

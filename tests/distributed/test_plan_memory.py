@@ -11,7 +11,7 @@ from megatron_grpo.core.policy.lr_schedule import BYTES
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.config.settings import Config
-from tests.lora_cases import ODD, random_adapter
+from tests.lora_cases import ODD, write_random_adapter
 from tests.offload_cases import LOW
 from tests.parity_cases import join
 from tests.ranks import run_ranks
@@ -210,7 +210,7 @@ def test_plan_bytes_equal_real_tensors_and_optimizer_up_to_alignment(tmp_path, n
     world, family, model, layout, settings = CASES[name]
     path = (write_vlm if family in SEE else write_tiny)(tmp_path, family, **model)
     batch = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}
-    files = {key: str(random_adapter(path, tmp_path / key, value)) for key, value in settings.items() if value is ODD}
+    files = {key: str(write_random_adapter(path, tmp_path / key, value)) for key, value in settings.items() if value is ODD}
     cfg = Config().with_values({**layout, **settings, **batch, **files})
     shape = ModelShape.from_pretrained(path)
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
@@ -219,13 +219,13 @@ def test_plan_bytes_equal_real_tensors_and_optimizer_up_to_alignment(tmp_path, n
     everything, kept = OffloadPlan(model=True, optimizer=True), state_bytes(cfg.optimizer, tuning.size_of_trained)
     too_much = 0
     for place, bytes_, padding, _, (given, during_push) in found:
-        told, of_optimizer = static_memory(shape, sizes, cfg, tuning, *place), bytes_.pop("optimizer_bytes")
+        told, optimizer_bytes = static_memory(shape, sizes, cfg, tuning, *place), bytes_.pop("optimizer_bytes")
         assert {field: getattr(told, field) for field in bytes_} == bytes_
         # A rank owns an equal run of each padded buffer, and what is padding in it is nobody's.
         unequal = padding * kept / (tuning.size_of_trained + BYTES[cfg.optimizer.main_grads_dtype]) + 2 * kept
-        assert abs(told.optimizer_bytes - of_optimizer) <= unequal
-        too_much += told.optimizer_bytes - of_optimizer
-        assert everything.freed(told) == told.total() == given - padding + told.optimizer_bytes - of_optimizer, "all is given away"
+        assert abs(told.optimizer_bytes - optimizer_bytes) <= unequal
+        too_much += told.optimizer_bytes - optimizer_bytes
+        assert everything.freed(told) == told.total() == given - padding + told.optimizer_bytes - optimizer_bytes, "all is given away"
         rest = padding + unequal + (told.reference_bytes if tuning.adapter_size else 0)  # matrices in the policy's own modules
         assert -unequal <= everything.freed(told, during_sync=True) - during_push <= rest
     assert 0 <= too_much < 2 * world * kept, "together ranks hold the state of each parameter once; shares are rounded up"

@@ -49,7 +49,7 @@ def measured(rank, world, path, runs):
     for name, changes in runs.items():
         policy = cases.build(path, cases.settings(**changes), world, parallel)
         samples = cases.stored_rollout(path, groups=((PROMPT, (COMPLETION,) * 8),))[0]
-        local = to_local(cases.batch_of(policy, samples, 0).micro_batches[0], parallel)
+        local = to_local(cases.make_batch(policy, samples, 0).micro_batches[0], parallel)
         [chunk] = policy.chunks
         held = {tensor.untyped_storage().data_ptr() for tensor in (*chunk.parameters(), *chunk.buffers())}
         kept = {}
@@ -112,13 +112,16 @@ def test_plan_flops_with_shared_prefix_equal_counted_flops(model, found):
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "full"])
 def test_plan_activations_differ_from_full_training_by_planned_bytes(model, found, run):
-    def layers_of(which):
+    def count_layer_bytes(which):
         cfg, shape, tuning, sizes = told(model, RUNS[which])
         tokens = found[which][3]
         return LAYERS * layer_bytes(shape, sizes, cfg, stored_by_linears(shape, sizes, tuning, range(LAYERS)), tokens, adapter_size=4)
 
     more = found["full"][0] - found[run][0]
-    assert abs(more - (layers_of("full") - layers_of(run))) <= 400, (more, layers_of("full") - layers_of(run))
+    assert abs(more - (count_layer_bytes("full") - count_layer_bytes(run))) <= 400, (
+        more,
+        count_layer_bytes("full") - count_layer_bytes(run),
+    )
 
 
 STATES = dict(family="qwen3_5_text", layers=LAYERS, std=0.02, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
@@ -145,7 +148,7 @@ def counted_rule(rank, world, path):
     policy = cases.build(path, cases.settings(), world, parallel)
     gated_delta_net.CHUNK = CHUNK
     samples = cases.stored_rollout(path, groups=((PROMPT, (2 * CHUNK + 1 - PROMPT,) * 8),))[0]
-    local = to_local(cases.batch_of(policy, samples, 0).micro_batches[0], parallel)
+    local = to_local(cases.make_batch(policy, samples, 0).micro_batches[0], parallel)
     with FlopCounterMode(display=False, custom_mapping=also) as forward:
         logprobs = policy.chunks[0](local)
     with FlopCounterMode(display=False, custom_mapping=also) as backward:

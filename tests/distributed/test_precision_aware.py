@@ -52,7 +52,7 @@ def steps(policy, batches, first=0):
     """(norm of the gradient, what the optimizer has) of each step, and the weights at the end."""
     found = []
     for index, rows in enumerate(batches, first):
-        metrics = policy.train_step(cases.batch_of(policy, rows, index)).metrics
+        metrics = policy.train_step(cases.make_batch(policy, rows, index)).metrics
         found.append((metrics["grad_norm"], kept(policy)))
     return found, {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
 
@@ -94,7 +94,7 @@ def test_precision_aware_state_has_the_set_dtypes(models, batches):
 
     def body(rank, world):
         policy = cases.build(models["dense"], cases.settings(**OWN, **asked), world)
-        policy.train_step(cases.batch_of(policy, batches["dense"][0], 0))
+        policy.train_step(cases.make_batch(policy, batches["dense"][0], 0))
         inner = policy.optimizer.chained_optimizers[0].optimizer
         dtypes = {(name, value.dtype) for state in inner.state.values() for name, value in state.items()}
         bytes_ = sum(value.nbytes for state in inner.state.values() for value in state.values())
@@ -152,7 +152,7 @@ def test_precision_aware_checkpoint_resumes_in_another_layout_with_other_dtypes(
         policy.load_sharded_state_dict(read_sharded(state, tmp_path / "saved", partly=True), with_optimizer=with_optimizer)
         found = whole(policy), {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
         said = checks.Looks(policy, checks.ReplicaCheck(1))
-        trained = policy.train_step(cases.batch_of(policy, batches["dense"][2], 2), said)
+        trained = policy.train_step(cases.make_batch(policy, batches["dense"][2], 2), said)
         return *found, trained.skipped, said.found and str(said.found)
 
     saved = run_ranks(save, 2)
@@ -197,7 +197,7 @@ def test_resume_of_float32_weights_in_fp16_rounds_equally_on_all_ranks(models, b
         other.load_sharded_state_dict(read_sharded(other.sharded_state_dict(is_loading=True), tmp_path))
         said = checks.Looks(other, checks.ReplicaCheck(1))
         moved = {name: tensor.float().numpy().copy() for name, tensor in other.named_weights()}
-        other.train_step(cases.batch_of(other, batches["dense"][2], 2), said)
+        other.train_step(cases.make_batch(other, batches["dense"][2], 2), said)
         return moved, same(moved, before), said.found and str(said.found)
 
     (one, is_same, said), (other, _, its) = run_ranks(body, 2)

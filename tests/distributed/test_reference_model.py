@@ -55,7 +55,7 @@ def test_reference_model_sync_moves_each_weight_by_alpha(model, layout, overlap)
 
         policy = cases.build(model, cases.settings(beta=0.1, sync_ref_model=True, lr=0.1, ref_model_sync_steps=2,
                                                   ref_model_mixup_alpha=0.25, **more, **case.settings), world_size)  # fmt: skip
-        batch = cases.batch_of(policy, samples, 0)
+        batch = cases.make_batch(policy, samples, 0)
         policy.train_step(batch)
         before = {name: tensor.clone() for name, tensor in policy.exchange.tensors(policy.reference.scorer.model).items()}
         assert policy.reference.saved_chunks

@@ -42,9 +42,9 @@ def found(models):
 
 @pytest.mark.parametrize("name", HERE)
 def test_replica_check_names_the_fault_and_nothing_before_it(found, name):
-    fault, of_ranks = checks.FAULTS[name], found[name]
-    assert len(set(of_ranks)) == 1, "all ranks say the same"
-    before, after, gap = of_ranks[0]
+    fault, by_rank = checks.FAULTS[name], found[name]
+    assert len(set(by_rank)) == 1, "all ranks say the same"
+    before, after, gap = by_rank[0]
     assert before is None
     if fault.says is None:
         assert after is None and "nats on a token" in gap

@@ -40,7 +40,7 @@ def engine_at(path, rank, world_size, *, tp=1, dtype="float32", max_model_len=12
     yield ColocatedEngine.build(cfg, model_path=path, dtype=dtype, max_model_len=max_model_len, seed=0, rank=rank, world_size=world_size)
 
 
-def tokens_of(groups):
+def read_tokens(groups):
     return [[completion.answer_ids for completion in group.completions] for group in groups]
 
 
@@ -61,12 +61,12 @@ def test_rollout_logprobs_equal_transformers_and_repeat(model_path):
                     torch.testing.assert_close(torch.from_numpy(completion.logprobs[opening:]), expected, atol=1e-4, rtol=0)
                     assert completion.finish_reason == ("stop" if drawn[-1] == EOS else "length")
                     assert completion.text.split() == [str(token) for token in drawn if token >= len(SPECIAL)]
-            assert tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1)) == tokens_of(groups)
-            assert tokens_of(engine.generate(PROMPTS[::-1], SAMPLING, seed=1)) == tokens_of(groups)[::-1]
-            assert tokens_of(engine.generate(PROMPTS[2:3], SAMPLING, seed=1)) == tokens_of(groups)[2:3]
-            other = tokens_of(engine.generate(PROMPTS, SAMPLING, seed=2))
-            assert all(one != two for one, two in zip(tokens_of(groups), other, strict=True))
-            drawn = [completion for group in tokens_of(groups) for completion in group]
+            assert read_tokens(engine.generate(PROMPTS, SAMPLING, seed=1)) == read_tokens(groups)
+            assert read_tokens(engine.generate(PROMPTS[::-1], SAMPLING, seed=1)) == read_tokens(groups)[::-1]
+            assert read_tokens(engine.generate(PROMPTS[2:3], SAMPLING, seed=1)) == read_tokens(groups)[2:3]
+            other = read_tokens(engine.generate(PROMPTS, SAMPLING, seed=2))
+            assert all(one != two for one, two in zip(read_tokens(groups), other, strict=True))
+            drawn = [completion for group in read_tokens(groups) for completion in group]
             assert len(set(drawn)) == len(drawn), "completions of a group are different draws"
 
             for probe, scores in zip(engine.probes(), engine.score(engine.probes()), strict=True):
@@ -141,7 +141,7 @@ def test_completions_do_not_depend_on_engine_capacity(model_path):
 
     def body(rank, world_size, **settings):
         with engine_at(model_path, rank, world_size, vllm_max_num_seqs=128, **settings) as engine:
-            return tokens_of(engine.generate(prompts, sampling, seed=1))
+            return read_tokens(engine.generate(prompts, sampling, seed=1))
 
     # 5,000 tokens of prompts: more than vLLM computes in one step. A KV cache of 1,000 tokens: sequences are thrown out and begun again.
     (roomy,) = run_ranks(lambda *args: body(*args), 1)
@@ -250,7 +250,7 @@ def test_different_tokens_on_ranks_of_one_engine_are_an_error(model_path):
     def body(rank, world_size):
         torch.manual_seed(100 + rank)
         with engine_at(model_path, rank, world_size, tp=2) as engine:
-            tokens = tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1))
+            tokens = read_tokens(engine.generate(PROMPTS, SAMPLING, seed=1))
             engine._request_seed = lambda *args: None  # the cure, switched off
             np.random.seed(100 + rank)  # Model Runner V2 takes a missing seed from NumPy, V1 from torch
             short = SamplingSettings(n=2, max_completion_length=1, temperature=2.0)  # one token: ranks that drift apart for longer may hang
@@ -306,10 +306,10 @@ def test_vllm_arguments_reach_vllm(model_path):
         with engine_at(model_path, rank, world_size, vllm_engine_kwargs={"stream_interval": 5}) as engine:
             assert engine._llm.llm_engine.vllm_config.scheduler_config.stream_interval == 5
             allowed = replace(SAMPLING, more={"allowed_token_ids": [7, 9], "min_tokens": 3})
-            drawn = [token for group in tokens_of(engine.generate(PROMPTS[:1], allowed, seed=1)) for one in group for token in one]
+            drawn = [token for group in read_tokens(engine.generate(PROMPTS[:1], allowed, seed=1)) for one in group for token in one]
             assert set(drawn) == {7, 9}
             biased = replace(SAMPLING, n=1, more={"logit_bias": {"11": 100.0}})  # keys are words, as JSON has them
-            assert set(tokens_of(engine.generate(PROMPTS[:1], biased, seed=1))[0][0]) == {11}
+            assert set(read_tokens(engine.generate(PROMPTS[:1], biased, seed=1))[0][0]) == {11}
             grammar = replace(SAMPLING, n=1, more={"structured_outputs": {"choice": ["12"]}})
             [found] = engine.generate(PROMPTS[:1], grammar, seed=1)[0].completions
             assert found.text.split() == ["12"] and found.finish_reason == "stop"

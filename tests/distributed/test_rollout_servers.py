@@ -78,7 +78,7 @@ def bound():
     return dataclasses.replace(cut(), more={"structured_outputs": {"regex": "1[0-9]{3,30}"}})
 
 
-def told_of(groups):
+def describe_completion(groups):
     """Tokens, and what they were drawn among."""
     kept = [
         [one.sequence.sampling_mask and [part.tolist() for part in one.sequence.sampling_mask] for one in group.completions]
@@ -151,7 +151,9 @@ def sample_versions(rank, world, paths, named, out, layout):
             assert [group.prompt.number for group in groups] == list(range(9))[rank::world]
             further = engine.generate(prompts(12)[9:], bound(), seed=SEED)  # as a round of dynamic sampling
             greedy = engine.generate(prompts(3), sampling().greedy(), seed=0)
-            found.append([dict(zip((g.prompt.number for g in part), told_of(part), strict=True)) for part in (groups, further, greedy)])
+            found.append(
+                [dict(zip((g.prompt.number for g in part), describe_completion(part), strict=True)) for part in (groups, further, greedy)]
+            )
         assert engine.generate([], sampling(), seed=SEED) == []
     return found
 
@@ -159,7 +161,7 @@ def sample_versions(rank, world, paths, named, out, layout):
 def sample_inside(rank, world, path):
     with engine_at(path, rank, world) as engine:
         asked = ((prompts(9), sampling(), SEED), (prompts(12)[9:], bound(), SEED), (prompts(3), sampling().greedy(), 0))
-        return [dict(enumerate(told_of(engine.generate(some, how, seed=seed)), some[0].number)) for some, how, seed in asked]
+        return [dict(enumerate(describe_completion(engine.generate(some, how, seed=seed)), some[0].number)) for some, how, seed in asked]
 
 
 TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
@@ -309,7 +311,7 @@ def break_after(member, lines, gone, losses):
 def worst_gap_of_contexts(groups, path):
     import torch
 
-    from tests.parity_cases import of_kept
+    from tests.parity_cases import mask_logits
     from tests.tiny_models import load_tiny
 
     model, worst = load_tiny(path), 0.0
@@ -317,16 +319,16 @@ def worst_gap_of_contexts(groups, path):
         ids, at = torch.from_numpy(one.sequence.token_ids), np.flatnonzero(one.sequence.mask)
         with torch.no_grad():
             logits = torch.cat([model(ids[None, begin:end]).logits[0] for begin, end in one.sequence.contexts]) / 0.8
-        expected = of_kept(logits[at - 1], one.sequence, at).log_softmax(-1).gather(1, ids[at, None])[:, 0].numpy()
+        expected = mask_logits(logits[at - 1], one.sequence, at).log_softmax(-1).gather(1, ids[at, None])[:, 0].numpy()
         worst = max(worst, float(np.abs(expected - one.logprobs[at]).max(initial=0.0)))
     return worst
 
 
 @pytest.mark.parametrize("what", ["episodes", "agents"])
 def test_server_episodes_equal_colocated_and_lost_server_repeats_only_open_turns(models, servers, tmp_path, what):
-    from tests.agents import turns_of
+    from tests.agents import list_turns
 
-    how = (play_on, played) if what == "episodes" else (agents_on, turns_of)
+    how = (play_on, played) if what == "episodes" else (agents_on, list_turns)
     [inside] = run_ranks(play_inside, 1, models[0], *how, timeout=120)
     if what == "episodes":
         assert {finish_reason for group in inside.values() for *_, finish_reason in group} >= {"max_turns"}
@@ -356,7 +358,7 @@ def inputs(models, tmp_path_factory):
     return [*flags, *RUN, "--eval_dataset", str(folder / "data.jsonl")]
 
 
-def run_of(rank, world, flags):
+def run_training(rank, world, flags):
     """The command; what it ends with. Who stands still is given up soon. Where servers sample the ranks have no vLLM."""
     import sys
 
@@ -388,7 +390,7 @@ def outcome(out: Path):
 def inside(inputs, tmp_path_factory):
     """A whole run with vLLM inside the ranks."""
     out = tmp_path_factory.mktemp("inside")
-    assert run_ranks(run_of, 2, [*inputs, "--vllm_kv_cache_memory_mb", "32", "--output_dir", str(out)], timeout=180) == [0, 0]
+    assert run_ranks(run_training, 2, [*inputs, "--vllm_kv_cache_memory_mb", "32", "--output_dir", str(out)], timeout=180) == [0, 0]
     return outcome(out)
 
 
@@ -407,7 +409,7 @@ def same_run(found, right):
 def test_run_on_servers_equals_colocated_run(inputs, inside, servers, tmp_path):
     named = named_in(tmp_path / "names", *servers[:2])
     flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(tmp_path / "run")]
-    assert run_ranks(run_of, 2, flags, env=ASKS, timeout=180) == [0, 0]
+    assert run_ranks(run_training, 2, flags, env=ASKS, timeout=180) == [0, 0]
     same_run(outcome(tmp_path / "run"), inside)
 
 
@@ -595,11 +597,11 @@ def test_run_without_servers_is_saved_and_resumes_exactly(inputs, inside, server
 
     threading.Thread(target=freeze, daemon=True).start()
     try:
-        assert run_ranks(run_of, 2, [*flags, "--vllm_server_timeout", "2"], env=ASKS, timeout=180) == [3, 3]
+        assert run_ranks(run_training, 2, [*flags, "--vllm_server_timeout", "2"], env=ASKS, timeout=180) == [3, 3]
     finally:
         os.killpg(pid, signal.SIGCONT)
     assert list((out / "checkpoints").iterdir()) and not (out / "hf").exists()
-    assert run_ranks(run_of, 2, flags, env=ASKS, timeout=180) == [0, 0]
+    assert run_ranks(run_training, 2, flags, env=ASKS, timeout=180) == [0, 0]
     same_run(outcome(out), inside)
 
 

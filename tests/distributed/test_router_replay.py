@@ -27,7 +27,7 @@ def made(tmp_path_factory):
     """(path, a batch whose tokens have random experts, what it should give): with a KL, whose reference routes for itself."""
     found = {}
 
-    def of(model: str):
+    def get(model: str):
         if model not in found:
             path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
             [samples] = cases.stored_rollout(path, vocab=125, groups=GROUPS)
@@ -36,7 +36,7 @@ def made(tmp_path_factory):
             found[model] = path, batches, cases.reference(path, cases.settings(**settings), batches)
         return found[model]
 
-    return of
+    return get
 
 
 @pytest.mark.parametrize(("model", "layout", "more"), [
@@ -108,7 +108,7 @@ def test_router_replay_applies_to_policy_and_old_logprobs_but_not_reference(made
 
     def body(rank, world):
         policy = cases.build(path, cases.settings(**REPLAYED, **cases.MODEL_SETTINGS["MoE"]), world)
-        batch = cases.batch_of(policy, samples, 0)
+        batch = cases.make_batch(policy, samples, 0)
         free = [dataclasses.replace(micro, experts=None) for micro in batch.micro_batches]
 
         def logprobs(scorer, micro_batches):
@@ -315,8 +315,8 @@ def test_router_replay_mutation_is_detected(made, layout, more, mistakes):
                 found[name] = cases.train(rank, world, path, cfg, batches, parallel=parallel)
         return found
 
-    of_ranks = run_ranks(body, case.world_size, timeout=120)
-    found = {name: cases.worst_of([cases.distance(of_rank[name], right) for of_rank in of_ranks]) for name in mistakes}
+    by_rank = run_ranks(body, case.world_size, timeout=120)
+    found = {name: cases.merge_worst([cases.distance(rank_outcome[name], right) for rank_outcome in by_rank]) for name in mistakes}
     if "nothing" in found:
         assert found.pop("nothing").within()
     assert {name: distance for name, distance in found.items() if distance.gradient < 0.01} == {}

@@ -49,7 +49,7 @@ class Scorer:
         return [(micro.targets / -1000).astype(np.float32) for micro in micro_batches], None
 
 
-def home_of(pending, key) -> int:
+def find_home(pending, key) -> int:
     return int(pending.rows.dp_rank[pending.rows.find_indices(*key)])
 
 
@@ -71,7 +71,7 @@ def start(rank, world, *, tp: int = 1, pp: int = 1, micro_batch_size: int = 2, m
     return SampleBuffer(parallel=parallel, cut=cut).restored(mine), cut
 
 
-def rows_of(pending) -> list[int]:
+def list_rows(pending) -> list[int]:
     return sorted(row for _, row in pending.samples)
 
 
@@ -80,10 +80,10 @@ def test_sample_buffer_row_is_on_all_ranks_of_one_dp_rank_only(world, layout):
     def body(rank, world_size):
         pending, _ = start(rank, world_size, **layout)
         assert pending.rows.keys == [(0, row) for row in range(ROWS)]
-        assert all(home_of(pending, key) == pending.parallel.dp_rank for key in pending.samples)
+        assert all(find_home(pending, key) == pending.parallel.dp_rank for key in pending.samples)
         for sample in pending.samples.values():
             assert sample.token_ids[0] == 100 + sample.row
-        return pending.parallel.dp_rank, rows_of(pending), [sample.row for sample in pending.to_save()]
+        return pending.parallel.dp_rank, list_rows(pending), [sample.row for sample in pending.to_save()]
 
     found = run_ranks(body, world, timeout=120)
     by_share = {share: rows for share, rows, _ in found}
@@ -99,18 +99,20 @@ def test_sample_buffer_batch_has_local_rows_with_weights_of_the_whole_step(max_t
 
         pending, cut = start(rank, world_size, max_tokens=max_tokens)
         whole = {sample.row: sample for sample in samples()}
-        before = rows_of(pending)
+        before = list_rows(pending)
         pending, batch = pending.batch(step(0, range(4), cut), token_weight_fn=token_weight_fn)
         trained = [row for micro in batch.micro_batches for _, row in micro.rows]
-        assert sorted(trained) == rows_of(pending), "a row stays where it was trained"
+        assert sorted(trained) == list_rows(pending), "a row stays where it was trained"
         for number, micro in enumerate(batch.micro_batches):
             assert micro.number == number
             for place, (_, row) in enumerate(micro.rows):
                 at = micro.sequence == place
                 assert micro.targets[at].tolist() == whole[row].token_ids[whole[row].mask].tolist()
                 assert set(micro.token_weights[at]) == {whole[row].num_masked / 1000} and set(micro.advantages[at]) == {row}
-        of_ranks = collectives.all_gather_object([[list(key) for key in micro.rows] for micro in batch.micro_batches])
-        assert batch.rows_by_micro_batch() == [list(of_rank) for of_rank in zip(*of_ranks, strict=True)], "known without asking them"
+        by_rank = collectives.all_gather_object([[list(key) for key in micro.rows] for micro in batch.micro_batches])
+        assert batch.rows_by_micro_batch() == [list(rank_outcome) for rank_outcome in zip(*by_rank, strict=True)], (
+            "known without asking them"
+        )
         assert (batch.num_sequences, batch.num_contexts) == (ROWS - 4, ROWS)
         assert batch.num_tokens == sum(len(sample.token_ids) for sample in whole.values())
         return before, trained
@@ -139,7 +141,7 @@ def test_sample_buffer_row_of_two_passes_is_on_each_training_rank_and_pending_on
     def body(rank, world_size):
         pending, cut = start(rank, world_size, max_tokens=14)
         pending, batch = pending.batch(step(0, (0, 1, 2, 3, 0), cut), token_weight_fn=token_weight_fn)
-        return rows_of(pending), [row for micro in batch.micro_batches for _, row in micro.rows]
+        return list_rows(pending), [row for micro in batch.micro_batches for _, row in micro.rows]
 
     found = run_ranks(body, 2, timeout=120)
     assert sorted(row for _, trained in found for row in trained) == sorted([*range(ROWS), *range(ROWS // 4)])
@@ -166,7 +168,7 @@ def test_sample_buffer_old_logprobs_reach_all_ranks_of_the_dp_rank():
         pending = pending.after(step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values)
         assert {sample.old_logprobs_from for sample in pending.samples.values()} <= {"cached"}
         assert pending.rows.keys == [(0, row) for row in range(8)]
-        return rows_of(pending)
+        return list_rows(pending)
 
     found = run_ranks(body, 4, timeout=120)
     assert sorted(row for rows in {tuple(rows) for rows in found} for row in rows) == list(range(8))
@@ -238,9 +240,9 @@ def test_sample_buffer_shared_prefix_uses_experts_of_the_first_row():
         pending = pending.with_old_logprobs(SimpleNamespace(old_logprobs=old_logprobs), step(0, (), cut, old_logprob_slices=slices))
         return {row: sample.experts[:, 0, 0].tolist() for (_, row), sample in pending.samples.items()}
 
-    of_ranks = run_ranks(body, 2, timeout=120)
-    assert all(of_ranks) and sorted([*of_ranks[0], *of_ranks[1]]) == list(range(ROWS))
-    for rank, rows in enumerate(of_ranks):
+    by_rank = run_ranks(body, 2, timeout=120)
+    assert all(by_rank) and sorted([*by_rank[0], *by_rank[1]]) == list(range(ROWS))
+    for rank, rows in enumerate(by_rank):
         for experts in rows.values():
             assert experts[:2] == [0, 0], "what the first row has, in the first micro-batch of the first rank"
             assert all(expert // 10 == rank for expert in experts[2:-1]) and experts[-1] == -1

@@ -101,10 +101,14 @@ def test_sampling_mask_sampler_and_trainer_logprobs_agree(tmp_path):
                     for number, at in enumerate(np.flatnonzero(one.sequence.mask)):
                         words = one.sequence.mask_ids[one.sequence.mask_offsets[number] : one.sequence.mask_offsets[number + 1]]
                         before = one.sequence.token_ids[at - number : at]
-                        right = allowed(logits[at - 1], "".join(map(str, before))) if name == "bound" else left_of(logits[at - 1], sampling)
+                        right = (
+                            allowed(logits[at - 1], "".join(map(str, before)))
+                            if name == "bound"
+                            else find_kept_tokens(logits[at - 1], sampling)
+                        )
                         assert sorted(words.tolist()) == right
                         counts.append(len(words))
-                        beyond += name == "nucleus" and right != left_of(logits[at - 1], dataclasses.replace(sampling, top_k=700))
+                        beyond += name == "nucleus" and right != find_kept_tokens(logits[at - 1], dataclasses.replace(sampling, top_k=700))
                     assert name != "bound" or (one.finish_reason == "stop" and re.fullmatch("1[0-9]{3,7}", "".join(one.text.split())))
         return apart, counts, beyond
 
@@ -121,7 +125,7 @@ def allowed(logits: torch.Tensor, said: str) -> list[int]:
     return sorted(sorted(may, key=lambda n: -float(logits[n]))[: BOUND["top_k"]])
 
 
-def left_of(logits: torch.Tensor, sampling) -> list[int]:
+def find_kept_tokens(logits: torch.Tensor, sampling) -> list[int]:
     """min_p first, then top_k, then top_p of what these left: as vLLM does."""
     p = logits.softmax(-1)
     p = torch.where(p >= sampling.min_p * p.max(), p, 0.0)

@@ -24,7 +24,7 @@ EXPERTS_RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=[
 def made(tmp_path_factory):
     found = {}
 
-    def of(model: str):
+    def get(model: str):
         if model not in found:
             path = write_tiny(tmp_path_factory.mktemp("models") / model, **(cases.MODELS | cases.FAMILIES)[model])
             batches = cases.shared_rollout(path, num_steps=2)
@@ -32,7 +32,7 @@ def made(tmp_path_factory):
             found[model] = path, batches, {loss: cases.reference(path, cases.settings(**own, **LOSSES[loss]), batches) for loss in LOSSES}
         return found[model]
 
-    return of
+    return get
 
 
 @pytest.mark.parametrize(("model", "layout", "more"), [
@@ -66,7 +66,7 @@ def test_shared_prefix_logprobs_and_loss_equal_unshared_run(made, model, layout)
         for share in ("true", "false"):
             cfg = cases.settings(beta=0.05, share_prefix=share, max_tokens_per_micro_batch=96, **layout.settings)
             policy = cases.build(path, cfg, world, parallel)
-            batch = cases.batch_of(policy, batches[0], 0)
+            batch = cases.make_batch(policy, batches[0], 0)
             scored = {}
             for who, scorer in (("policy", policy.scorer), ("reference", policy.reference)):
                 for micro, values in zip(batch.micro_batches, scorer.logprobs(batch.micro_batches), strict=True):
@@ -76,8 +76,8 @@ def test_shared_prefix_logprobs_and_loss_equal_unshared_run(made, model, layout)
             found[share] = scored, mean, batch.metrics["packing/shared"], policy.train_step(batch).metrics
         return found
 
-    for of_rank in run_ranks(body, layout.world_size):
-        (shared, entropy, saved, metrics), (apart, wanted, nothing, others) = of_rank["true"], of_rank["false"]
+    for rank_outcome in run_ranks(body, layout.world_size):
+        (shared, entropy, saved, metrics), (apart, wanted, nothing, others) = rank_outcome["true"], rank_outcome["false"]
         assert nothing == 0 and saved > 0.15
         assert shared.keys() == apart.keys() and len(shared) == 2 * cases.SHARED_ROWS
         assert max(np.abs(shared[key] - apart[key]).max() for key in shared) < 1e-5
@@ -90,7 +90,7 @@ def test_shared_prefix_logprobs_and_loss_equal_unshared_run(made, model, layout)
 def test_shared_prefix_lora_steps_equal_peft(made, tmp_path):
     """Against PEFT in float64; the reference of the KL is the policy with the adapter that the run began with."""
     path, batches, _ = made("dense")
-    adapter = lora_cases.random_adapter(path, tmp_path / "adapter")
+    adapter = lora_cases.write_random_adapter(path, tmp_path / "adapter")
     settings = dict(tuner_type="lora", adapters=str(adapter), **LOSSES["grpo"])
     right = cases.reference(path, cases.settings(**settings), batches)
     runs = {cut: settings | cases.SHARED_CUTS[cut] | cases.SHARED for cut in ("packed, 32", "packed, 96")}
@@ -113,11 +113,11 @@ def collated_otherwise(change):
 
 def first_tokens(batch):
     """(trained position, its child) of what a trunk's last place predicts for a child."""
-    of_child = {segment.start: segment for segment in batch.segments if segment.parent >= 0}
+    child_segments = {segment.start: segment for segment in batch.segments if segment.parent >= 0}
     for i in range(len(batch.logit_positions) - 1):
         follows = batch.sequence[i] == batch.sequence[i + 1] and batch.logit_positions[i + 1] != batch.logit_positions[i] + 1
-        if follows and batch.logit_positions[i + 1] in of_child:
-            yield i, of_child[batch.logit_positions[i + 1]]
+        if follows and batch.logit_positions[i + 1] in child_segments:
+            yield i, child_segments[batch.logit_positions[i + 1]]
 
 
 def moved(offset: int):
@@ -317,8 +317,8 @@ def distances(path, batches, settings, mistakes, layout="1") -> dict[str, cases.
                 found[name] = cases.train(rank, world, path, cfg, batches, parallel=parallel)
         return found
 
-    of_ranks = run_ranks(body, case.world_size, timeout=120)
-    return {name: cases.worst_of([cases.distance(found[name], right) for found in of_ranks]) for name in mistakes}
+    by_rank = run_ranks(body, case.world_size, timeout=120)
+    return {name: cases.merge_worst([cases.distance(found[name], right) for found in by_rank]) for name in mistakes}
 
 
 def assert_seen(found: dict[str, cases.Distance]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests import parity_cases as cases
 from tests import step_dump_cases as kept
-from tests.combinations import taught
+from tests.combinations import with_teacher
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -39,7 +39,7 @@ def run(path, batches, folder, settings, *, poison=None, spoil=None, check=0, fl
         from megatron_grpo.core.base.errors import RunError
 
         policy, said = cases.build(path, cfg, world), []
-        step_callback = kept.witness_of(policy, cfg, path, folder, check=check, said=said)
+        step_callback = kept.make_step_recorder(policy, cfg, path, folder, check=check, said=said)
         kept.take(policy, step_callback, kept.fresh(batches[0]), 0)
         if spoil is not None and rank == 1:
             spoil(policy)
@@ -125,7 +125,7 @@ def step_dump(dense, batches, tmp_path_factory):
 
     def body(rank, world):
         policy = cases.build(dense, cfg, world)
-        kept.take(policy, kept.witness_of(policy, cfg, dense, folder), kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
+        kept.take(policy, kept.make_step_recorder(policy, cfg, dense, folder), kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
 
     run_ranks(body, 1, timeout=120)
     [path] = folder.glob("step_*")
@@ -152,7 +152,7 @@ def test_step_dump_full_disk_blocks_no_rank(dense, batches, tmp_path):
 
     def body(rank, world):
         policy, said = cases.build(dense, cfg, world), []
-        step_callback = kept.witness_of(policy, cfg, dense, tmp_path, said=said)
+        step_callback = kept.make_step_recorder(policy, cfg, dense, tmp_path, said=said)
         with mock.patch.object(Path, "write_text", full):
             trained = kept.take(policy, step_callback, kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
         return trained.skipped, said
@@ -202,7 +202,7 @@ def test_replay_of_dump_without_lost_rank_needs_all_rows(dense, batches, tmp_pat
             pass
 
         policy = cases.build(dense, cfg, world)
-        step_callback = kept.witness_of(policy, cfg, dense, tmp_path)
+        step_callback = kept.make_step_recorder(policy, cfg, dense, tmp_path)
 
         def hang(batch, beside=None):
             step_callback.dump_on_hang("a rank hangs (rank_heartbeat_timeout 300 s)")
@@ -233,7 +233,7 @@ TAUGHT = dict(teacher_model_server=["http://teacher:8000"], teacher_kl_coef=0.7)
 def test_replay_of_clean_step_repeats_figures_in_other_layouts(dense, batches, tmp_path, more):
     """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
     if more is TAUGHT:
-        batches = [[taught(row) for row in cases.with_kept(dense, rows, vocab=125)] for rows in batches]
+        batches = [[with_teacher(row) for row in cases.with_kept(dense, rows, vocab=125)] for rows in batches]
     settings = dict(logprob_diff_warn=0.01, beta=0.05, **{TP: 2}, **more)
     ranks, found, replays = run(dense, batches, tmp_path, settings)
     [path], [(_, told)] = found, replays

@@ -66,7 +66,7 @@ def test_train_step_with_nonfinite_loss_changes_no_weights_or_moments(dense, bat
         from megatron_grpo.core.policy.passes import StepLoss
 
         policy = cases.build(dense, cases.settings(**layout.settings), world)
-        policy.train_step(cases.batch_of(policy, batches[0], 0))
+        policy.train_step(cases.make_batch(policy, batches[0], 0))
         before, moments, loss = get_weights(policy), optimizer_state(policy), StepLoss.__call__
 
         def broken(*args):
@@ -74,7 +74,7 @@ def test_train_step_with_nonfinite_loss_changes_no_weights_or_moments(dense, bat
             return value * wrong, kept
 
         StepLoss.__call__ = broken
-        trained = policy.train_step(cases.batch_of(policy, batches[1], 1))
+        trained = policy.train_step(cases.make_batch(policy, batches[1], 1))
         left = all(torch.equal(a, b) for a, b in zip(moments, optimizer_state(policy), strict=True)) and bool(moments)
         return trained.skipped, is_same(before, get_weights(policy)), left
 
@@ -93,7 +93,7 @@ def test_train_step_computes_logits_once_for_token_losses(dense, batches, name):
         parallel, found = cases.join(cases.settings(**layout.settings), world), {}
         for loss, settings in losses.items():
             policy = cases.build(dense, cases.settings(**settings, **layout.settings), world, parallel)
-            batch = cases.batch_of(policy, batches[0], 0)
+            batch = cases.make_batch(policy, batches[0], 0)
             with mock.patch.object(vocab, "_again", wraps=vocab._again) as again:
                 policy.train_step(batch)
             found[loss] = again.call_count, len(batch.micro_batches) if parallel.is_last_stage else 0
@@ -124,12 +124,12 @@ def test_train_step_skipped_changes_no_state(dense, batches, name, skipped):
         parallel = cases.join(cases.settings(**layout.settings), world)
         policy, other = (cases.build(dense, cases.settings(**layout.settings), world, parallel) for _ in range(2))
         for one in (policy, other):
-            one.train_step(cases.batch_of(one, batches[0], 0))
+            one.train_step(cases.make_batch(one, batches[0], 0))
         before, guard = get_weights(policy), policy.gradient_check
-        trained = skipped(policy, cases.batch_of(policy, batches[1], 1))
+        trained = skipped(policy, cases.make_batch(policy, batches[1], 1))
         after, policy.gradient_check = get_weights(policy), guard
         for one in (policy, other):
-            one.train_step(cases.batch_of(one, batches[1], 1))
+            one.train_step(cases.make_batch(one, batches[1], 1))
         moved = not is_same(after, get_weights(policy))
         moments = [torch.equal(a, b) for a, b in zip(optimizer_state(policy), optimizer_state(other), strict=True)]
         return bool(trained.skipped), is_same(before, after), moved, is_same(get_weights(policy), get_weights(other)), all(moments)
@@ -159,7 +159,7 @@ def test_train_step_logged_learning_rate_is_used_and_equals_formula(dense, batch
         used, act = [], policy.optimizer.step
         policy.optimizer.step = lambda: (used.append([group["lr"] for group in policy.optimizer.param_groups]), act())[1]
         samples = batches[0][:2]
-        batch, logged = cases.batch_of(policy, samples, 0), []
+        batch, logged = cases.make_batch(policy, samples, 0), []
         policy.gradient_check = SimpleNamespace(allows=lambda gradient: len(logged) != refused)
         for _ in range(num_steps):
             logged.append(policy.train_step(batch).metrics["learning_rate"])

@@ -79,13 +79,13 @@ def test_resume_with_a_rank_without_trainable_parameters_is_exact(models, tmp_pa
 
     def begin(rank, world):
         policy = cases.build(path, cases.settings(**frozen, **cases.LAYOUTS[saved].settings), world)
-        policy.train_step(cases.batch_of(policy, batches[0], 0))
+        policy.train_step(cases.make_batch(policy, batches[0], 0))
         write_sharded(policy.sharded_state_dict(is_loading=False), tmp_path)
 
     def go_on(rank, world):
         policy = cases.build(path, cases.settings(**frozen, **cases.LAYOUTS[continued].settings), world)
         policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), tmp_path))
-        policy.train_step(cases.batch_of(policy, batches[1], 1))
+        policy.train_step(cases.make_batch(policy, batches[1], 1))
         return {name: tensor.numpy().copy() for name, tensor in policy.named_weights()}
 
     run_ranks(begin, cases.LAYOUTS[saved].world_size)

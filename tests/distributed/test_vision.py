@@ -221,15 +221,15 @@ def test_vision_resume_is_exact_in_same_and_other_layout(prepared, tmp_path):
 
     def begin(rank, world):
         policy = cases.build(path, settings("TP2 SP"), world)
-        policy.train_step(cases.batch_of(policy, batches[0], 0))
+        policy.train_step(cases.make_batch(policy, batches[0], 0))
         write_sharded(policy.sharded_state_dict(is_loading=False), tmp_path)
-        policy.train_step(cases.batch_of(policy, batches[1], 1))
+        policy.train_step(cases.make_batch(policy, batches[1], 1))
         return weights(policy)
 
     def go_on(rank, world, layout):
         policy = cases.build(path, settings(layout), world)
         policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), tmp_path))
-        policy.train_step(cases.batch_of(policy, batches[1], 1))
+        policy.train_step(cases.make_batch(policy, batches[1], 1))
         return weights(policy)
 
     whole = run_ranks(begin, 2)[0]

@@ -312,12 +312,12 @@ def test_weight_sync_without_copy_table_falls_back_to_reload_with_reason(checkpo
             refused("lm_head is loaded by vLLM's UnquantizedEmbeddingMethod")
             vllm_weight_layout.PLAIN = plain
 
-            of, vllm_weight_layout.TensorView.from_view = (
+            from_view, vllm_weight_layout.TensorView.from_view = (
                 vllm_weight_layout.TensorView.from_view,
                 classmethod(shifted),
             )  # the lesson is learnt wrong
             refused("model.layers.0.self_attn.qkv_proj differs when it is loaded without vLLM")
-            vllm_weight_layout.TensorView.from_view = of
+            vllm_weight_layout.TensorView.from_view = from_view
 
             class Deaf(vllm_weight_layout.WeightLayoutRecorder):  # vLLM transforms a tensor on its way
                 def record_names(self, named):

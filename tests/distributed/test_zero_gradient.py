@@ -27,7 +27,7 @@ CUT = {
 def made(tmp_path_factory):
     found = {}
 
-    def of(model: str):
+    def get(model: str):
         if model not in found:
             path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
             batches = equal_rewards(cases.stored_rollout(path, num_steps=2, vocab=125))
@@ -35,7 +35,7 @@ def made(tmp_path_factory):
             found[model] = path, batches, right
         return found[model]
 
-    return of
+    return get
 
 
 def equal_rewards(steps):
@@ -60,10 +60,10 @@ def train(rank, world, path, cfg, batches, parallel):
     return cases.train(rank, world, path, cfg, batches, count, parallel=parallel), (parallel.dp_rank, rows)
 
 
-def computed_rows(of_ranks) -> tuple[list[int], list[int]]:
+def computed_rows(by_rank) -> tuple[list[int], list[int]]:
     """The rows of the first step and of the second, from what each rank's `train` returned."""
-    of_replicas = dict(rows for _, rows in of_ranks).values()
-    return tuple(sorted(row for rows in of_replicas for row in rows[step]) for step in (0, 1))
+    replica_rows = dict(rows for _, rows in by_rank).values()
+    return tuple(sorted(row for rows in replica_rows for row in rows[step]) for step in (0, 1))
 
 
 def find_step(made, name: str, *, computes_all: bool):
@@ -88,7 +88,7 @@ def test_zero_gradient_rows_computed_or_not_equal_float64(made, name):
     for loss, num_rows in COMPUTED.items():
         both = [one[loss][0] for one in (left_out[0], all_rows[0])]
         distances = [cases.distance(one[loss][0], right[loss]) for one in (*left_out, *all_rows)]
-        assert all(distance.within(loss=1e-5) for distance in distances), (loss, cases.worst_of(distances))
+        assert all(distance.within(loss=1e-5) for distance in distances), (loss, cases.merge_worst(distances))
         assert both[0].losses == pytest.approx(both[1].losses, rel=1e-6, abs=1e-7), loss
         first, second = computed_rows([one[loss] for one in left_out])
         assert len(first) == num_rows
@@ -101,7 +101,7 @@ def test_zero_gradient_rows_with_adapters_and_images_equal_float64(tmp_path, wha
     if what == "adapters":
         path, layout, ways = write_tiny(tmp_path / "model", **cases.MODELS["dense"]), "TP2 SP", cases.CUTS["packed"]
         rollout = cases.stored_rollout(path, num_steps=2, vocab=125)
-        ways |= dict(tuner_type="lora", adapters=str(lora_cases.random_adapter(path, tmp_path / "adapter")))
+        ways |= dict(tuner_type="lora", adapters=str(lora_cases.write_random_adapter(path, tmp_path / "adapter")))
     else:
         path, layout, ways = vision.write_vlm(tmp_path / "model", "qwen2_5_vl"), "DP2", vision.ALL_TRAINS | cases.CUTS["1 each"]
         rollout = vision.rollout(path, num_steps=2)
@@ -114,8 +114,8 @@ def test_zero_gradient_rows_with_adapters_and_images_equal_float64(tmp_path, wha
         cfgs = [cases.settings(**where.settings | options, compute_zero_advantage_rows=every) for every in (False, True)]
         return [train(rank, world, path, cfg, batches, parallel) for cfg in cfgs]
 
-    of_ranks = run_ranks(body, where.world_size, timeout=200)
-    distances = [cases.distance(trained, right) for runs in of_ranks for trained, _ in runs]
-    assert all(distance.within(loss=1e-5) for distance in distances), cases.worst_of(distances)
-    left_out, all_rows = (computed_rows([runs[way] for runs in of_ranks]) for way in (0, 1))
+    by_rank = run_ranks(body, where.world_size, timeout=200)
+    distances = [cases.distance(trained, right) for runs in by_rank for trained, _ in runs]
+    assert all(distance.within(loss=1e-5) for distance in distances), cases.merge_worst(distances)
+    left_out, all_rows = (computed_rows([runs[way] for runs in by_rank]) for way in (0, 1))
     assert (left_out, all_rows) == (([2, 3, 6, 7], []), ([*range(8)], [*range(8)]))

@@ -41,7 +41,7 @@ def answers(model_path: str | Path, temperature: float, *, by_version: bool = Fa
     return answer
 
 
-def answers_of(cfg: Any, model_path: str | Path) -> Callable[[Prompt, int, int], Completion]:
+def read_answers(cfg: Any, model_path: str | Path) -> Callable[[Prompt, int, int], Completion]:
     return answers(model_path, cfg.rollout.temperature, by_version=cfg.rollout.async_rollout_depth > 0)
 
 
@@ -55,7 +55,7 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
         without_plots()
 
     def engine(cfg, inputs, parallel):
-        return ScriptedEngine(answers_of(cfg, inputs.model_path))
+        return ScriptedEngine(read_answers(cfg, inputs.model_path))
 
     return main(["train", "--verify_weight_sync", "false", *flags], engine=engine)
 
@@ -77,7 +77,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
     sizes = checked_sizes(cfg)
     table = TrainingSchedule(sizes, cfg.run.max_steps, len(stream), cfg.data.dataset_drop_last)
     stream.epoch_multiple = sizes.num_rollout_prompts if cfg.data.dataset_drop_last else 1
-    answer = answers_of(cfg, cfg.model.model)
+    answer = read_answers(cfg, cfg.model.model)
 
     def batches(model, frozen) -> Iterator[list[Sample]]:
         rollouts: dict[int, list[Sample]] = {}
@@ -89,14 +89,14 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
                 groups = []
                 for prompt in stream.take(sizes.num_rollout_prompts):
                     groups.append((prompt, [answer(prompt, place, version) for place in range(sizes.num_generations)]))
-                rollouts[number] = rollout_of(cfg, groups, model, frozen, number, version, score)
+                rollouts[number] = add_old_logprobs(cfg, groups, model, frozen, number, version, score)
             sampling_steps += [step.index] * bool(new)
             yield [rollouts[micro.rollout][row] for micro in step.micro_steps for row in range(*micro.rows)]
 
     return cases.reference(cfg.model.model, cfg, batches)
 
 
-def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
+def add_old_logprobs(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
     """Every sample with old log-probs, which are those of the model when the rollout comes in, whatever the timetable does to get them."""
     from megatron_grpo_referee import reference as grpo_reference
 

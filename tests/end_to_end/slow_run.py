@@ -15,10 +15,10 @@ from megatron_grpo import cli
 
 
 def engine(cfg, inputs, parallel):
-    from tests.end_to_end.scripted import answers_of
+    from tests.end_to_end.scripted import read_answers
     from tests.scripted_engine import ScriptedEngine
 
-    answer, pace = answers_of(cfg, inputs.model_path), Path(os.environ.get("PACE", "/nonexistent"))
+    answer, pace = read_answers(cfg, inputs.model_path), Path(os.environ.get("PACE", "/nonexistent"))
 
     def waits(version):
         try:

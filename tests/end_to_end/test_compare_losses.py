@@ -87,7 +87,7 @@ def test_compare_losses_is_equal_in_each_layout(found):
 
 def test_compare_losses_variant_predicts_the_step_of_a_run(run, found, tmp_path):
     """Resumed behind the checkpoint, with the same rows: loss and gradient norm are what was foretold."""
-    line_of = {}
+    lines = {}
     for name, setting in (("loss_type=vespo", ["--loss_type", "vespo"]), ("loss_type=real", ["--loss_type", "real"])):
         flags = [*write_inputs(run), "--max_steps", "2", "--verify_weight_sync", "false", "--export_hf", "false", *setting]
         flags += ["--compute_zero_advantage_rows", "true"]
@@ -95,13 +95,13 @@ def test_compare_losses_variant_predicts_the_step_of_a_run(run, found, tmp_path)
         out = tmp_path / name
         flags += ["--output_dir", str(out), "--resume", str(run / "out" / "checkpoints" / "iter_0000001")]
         assert run_ranks(train, 1, flags) == [[0]]
-        [line_of[name]] = [one for one in records(out / "metrics.jsonl") if one["step"] == 2]
+        [lines[name]] = [one for one in records(out / "metrics.jsonl") if one["step"] == 2]
     for told in found[1]["variants"]:
-        if told["name"] in line_of:
+        if told["name"] in lines:
             for key in ("loss", "grad_norm"):
                 # vespo weighs a sequence by a power of its whole ratio, so what rounding does to each token adds up.
                 rel = 1e-4 if told["name"] == "loss_type=vespo" else 1e-5
-                assert told[key] == pytest.approx(line_of[told["name"]][key], rel=rel, abs=1e-7), told["name"]
+                assert told[key] == pytest.approx(lines[told["name"]][key], rel=rel, abs=1e-7), told["name"]
 
 
 @pytest.mark.parametrize(

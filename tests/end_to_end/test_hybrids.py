@@ -73,9 +73,9 @@ def test_hybrid_servers_sample_like_colocated_engine(flags, tmp_path):
     model = flags[flags.index("--model") + 1]
     server = Server(tmp_path / "server", model, "--vllm_tensor_parallel_size", "2")
     try:
-        of_run = flags[: flags.index("--vllm_kv_cache_memory_mb")] + flags[flags.index("--vllm_kv_cache_memory_mb") + 2 :]
+        run_flags = flags[: flags.index("--vllm_kv_cache_memory_mb")] + flags[flags.index("--vllm_kv_cache_memory_mb") + 2 :]
         host = ["--vllm_mode", "server", "--vllm_server_host", f"@{server.wait().address_file}"]
-        assert run_ranks(train_with_token, 1, [*of_run, *host, "--max_steps", "3", "--output_dir", str(tmp_path / "out")]) == [0]
+        assert run_ranks(train_with_token, 1, [*run_flags, *host, "--max_steps", "3", "--output_dir", str(tmp_path / "out")]) == [0]
     finally:
         server.close()
     assert len(differences(tmp_path / "out")) == 3 and max(differences(tmp_path / "out")) < MOST

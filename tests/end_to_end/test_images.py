@@ -53,7 +53,7 @@ def train(rank, world_size, flags, killed_after=None):
     from megatron_grpo.core.rollout.engine import make_completion
     from megatron_grpo.core.types import TokenSequence
     from tests.scripted_engine import ScriptedEngine
-    from tests.vision_cases import logits_of
+    from tests.vision_cases import compute_logits
 
     model = AutoModelForImageTextToText.from_pretrained(flags[flags.index("--model") + 1], dtype="float32").eval()
     out = Path(flags[flags.index("--output_dir") + 1])
@@ -64,7 +64,7 @@ def train(rank, world_size, flags, killed_after=None):
         images = TokenSequence(token_ids=ids, mask=np.arange(len(ids)) >= len(prompt.token_ids), images=prompt.images)
         words = np.stack([drawn, drawn + 1, drawn + 5], axis=1)
         with torch.no_grad():
-            few = logits_of(model, images).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))
+            few = compute_logits(model, images).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))
         kept = SamplingMask(3 * np.arange(len(drawn) + 1), words.ravel().astype(np.int32))
         return make_completion(prompt.token_ids, drawn.tolist(), few.log_softmax(-1)[:, 0].tolist(), text=str(drawn), finish_reason="stop",
                         version=version, sampling_mask=kept, images=prompt.images)  # fmt: skip

@@ -23,7 +23,7 @@ UNCHECKED = ["--verify_weight_sync", "false"]  # a table's log-probs are not the
 LONG = 180.0  # seconds; two ranks import everything afresh, on a machine that may be busy
 
 
-def processes_of(folder: Path) -> list[int]:
+def find_processes(folder: Path) -> list[int]:
     """Processes that have `folder` in their command line, other than this one."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -56,7 +56,7 @@ def running(folder: Path, program: Sequence[str], *more: str) -> Iterator[tuple[
         assert launcher.poll() is None, (folder / "log").read_text()[-4000:]
         yield launcher, out
     finally:
-        for pid in processes_of(folder):
+        for pid in find_processes(folder):
             os.kill(pid, signal.SIGKILL)
         launcher.kill()
         launcher.wait()
@@ -64,10 +64,10 @@ def running(folder: Path, program: Sequence[str], *more: str) -> Iterator[tuple[
 
 def test_launcher_killed_leaves_no_process(tmp_path):
     with running(tmp_path, ["-m", "megatron_grpo"]) as (launcher, _):
-        assert len(processes_of(tmp_path)) >= 3
+        assert len(find_processes(tmp_path)) >= 3
         launcher.kill()
         launcher.wait()
-        wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+        wait_for(lambda: not find_processes(tmp_path), "the end of every rank", 10)
 
 
 def test_launcher_second_run_in_same_output_dir_is_an_error_and_first_saves_on_sigterm(tmp_path):
@@ -78,7 +78,7 @@ def test_launcher_second_run_in_same_output_dir_is_an_error_and_first_saves_on_s
         second = subprocess.run([sys.executable, "-m", "megatron_grpo", "train", *flags], capture_output=True, text=True)
         assert second.returncode == 2, second.stderr[-4000:]
         main_rank = json.loads(before["run.lock"])["pid"]
-        assert main_rank in processes_of(tmp_path)
+        assert main_rank in find_processes(tmp_path)
         assert f"is in use by another run: pid {main_rank} on " in second.stderr
         assert {name: (out / name).read_bytes() for name in before} == before
         assert records(out / "metrics.jsonl")[0]["step"] == 1
@@ -88,7 +88,7 @@ def test_launcher_second_run_in_same_output_dir_is_an_error_and_first_saves_on_s
         wait_for(lambda: len(records(out / "metrics.jsonl")) > 1, "the second optimizer step")
         launcher.terminate()
         launcher.wait(60)
-        wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+        wait_for(lambda: not find_processes(tmp_path), "the end of every rank", 10)
         saved = sorted((out / "checkpoints").glob("iter_*"))
         assert len(saved) == 1
         assert int(saved[0].name.removeprefix("iter_")) == records(out / "metrics.jsonl")[-1]["step"]
@@ -96,10 +96,10 @@ def test_launcher_second_run_in_same_output_dir_is_an_error_and_first_saves_on_s
 
 def test_launcher_lost_rank_ends_all_ranks_and_is_named(tmp_path):
     with running(tmp_path, SCRIPTED, *UNCHECKED) as (launcher, _):
-        ranks = [pid for pid in processes_of(tmp_path) if pid != launcher.pid]
+        ranks = [pid for pid in find_processes(tmp_path) if pid != launcher.pid]
         os.kill(ranks[-1], signal.SIGKILL)
         assert launcher.wait(60) != 0
-        wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+        wait_for(lambda: not find_processes(tmp_path), "the end of every rank", 10)
     ours = (tmp_path / "log").read_text().partition("Traceback (most recent call last)")[0]  # then follows torchrun's own report
     assert re.search(rf"^megatron-grpo: rank [01] died .*without an error message \(process {ranks[-1]} on ", ours, re.MULTILINE)
     assert ours.count("without an error message") == 1

@@ -75,7 +75,7 @@ def test_lora_run_resume_with_another_adapter_is_an_error(whole, changes, says):
 def test_lora_run_from_adapter_resumes_only_with_that_adapter(whole, tmp_path):
     out, flags = whole
     plain = [*flags[: flags.index("--tuner_type")], "--log_completions_steps", "0"]
-    started = lora_cases.random_adapter(flags[flags.index("--model") + 1], tmp_path / "start")
+    started = lora_cases.write_random_adapter(flags[flags.index("--model") + 1], tmp_path / "start")
     run = [*plain, "--tuner_type", "lora", "--adapters", str(started), "--output_dir", str(tmp_path / "out")]
     assert run_ranks(scripted.train, 1, [*run, "--max_steps", "1"]) == [0]
     before, after = adapter(started), adapter(tmp_path / "out" / "hf")
@@ -83,7 +83,7 @@ def test_lora_run_from_adapter_resumes_only_with_that_adapter(whole, tmp_path):
     assert json.loads((started / "adapter_config.json").read_text()) == json.loads((tmp_path / "out/hf/adapter_config.json").read_text())
     assert run_ranks(scripted.train, 1, [*run, "--max_steps", "2"]) == [0]
     shutil.rmtree(started)
-    lora_cases.random_adapter(flags[flags.index("--model") + 1], started, seed=2)
+    lora_cases.write_random_adapter(flags[flags.index("--model") + 1], started, seed=2)
     [(code, text)] = run_ranks(said, 1, [*run, "--max_steps", "3"])
     assert code == 2 and "The adapters" in text and "is not the one of" in text
 

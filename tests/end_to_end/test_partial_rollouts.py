@@ -33,7 +33,7 @@ EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "staleness/tokens/mean
          "sampling/version_error/max", "dynamic_sample/groups_sampled")  # fmt: skip
 
 
-def flags_of(folder: Path, *more: str) -> list[str]:
+def make_flags(folder: Path, *more: str) -> list[str]:
     flags = write_inputs(folder)
     for name in ("--num_generations", "--global_batch_size", "--micro_batch_size", "--max_completion_length"):
         at = flags.index(name)
@@ -45,12 +45,12 @@ def flags_of(folder: Path, *more: str) -> list[str]:
 def whole(tmp_path_factory):
     """A run of one rank, never interrupted, with dynamic sampling that gives prompts back."""
     folder = tmp_path_factory.mktemp("whole")
-    flags = flags_of(folder / "inputs", "--oversample_ratio", "1.5")
+    flags = make_flags(folder / "inputs", "--oversample_ratio", "1.5")
     assert run_ranks(train, 1, [*flags, "--output_dir", str(folder / "out")], timeout=180) == [0]
     return folder / "out", flags
 
 
-def rows_of(out: Path) -> dict[tuple[int, int, int], tuple]:
+def read_rows(out: Path) -> dict[tuple[int, int, int], tuple]:
     """Of each completion on record: its tokens, the bits of their log-probs, and its versions; by (rollout, prompt, generation)."""
     found = {}
     for path in sorted((out / "completions").glob("step_*.parquet")):
@@ -68,14 +68,14 @@ def exact(step: dict) -> dict:
 def assert_same(out: Path, whole: Path) -> None:
     """Bit for bit: metrics, completions and weights."""
     assert list(map(exact, records(out / "metrics.jsonl"))) == list(map(exact, records(whole / "metrics.jsonl")))
-    assert rows_of(out) == rows_of(whole)
+    assert read_rows(out) == read_rows(whole)
     for name, wanted in get_weights(whole).items():
         assert np.array_equal(get_weights(out)[name], wanted), name
 
 
 def test_partial_rollouts_tokens_are_at_most_one_rollout_old_and_counted(whole):
     out, _ = whole
-    steps, rows = records(out / "metrics.jsonl"), rows_of(out)
+    steps, rows = records(out / "metrics.jsonl"), read_rows(out)
     versions = {key: eval(spans) for key, (_, _, spans, _) in rows.items()}
     assert len(rows) == 8 * STEPS and {rollout for rollout, *_ in rows} == set(range(STEPS))
     for (rollout, *_), spans in versions.items():  # of one step each: rollout r comes in at step r
@@ -171,7 +171,7 @@ def test_partial_rollouts_resume_with_other_settings_drops_parts_with_log_line(w
 
 
 def test_partial_rollouts_resume_with_smaller_depth_drops_older_parts(tmp_path):
-    flags = [*flags_of(tmp_path / "inputs"), "--vllm_max_num_seqs", "24"]
+    flags = [*make_flags(tmp_path / "inputs"), "--vllm_max_num_seqs", "24"]
     at = flags.index("--async_rollout_depth")
     deep = [*flags[: at + 1], "3", *flags[at + 2 :]]
     assert run_ranks(train, 1, [*deep, "--output_dir", str(tmp_path / "deep")], timeout=180) == [0]
@@ -203,11 +203,11 @@ def test_partial_rollouts_join_mutation_ends_the_run(whole, tmp_path):
 
 
 def test_partial_rollouts_two_ranks_are_deterministic(tmp_path):
-    flags = [*flags_of(tmp_path / "inputs", "--tensor_model_parallel_size", "2", "--vllm_max_num_seqs", "3"), "--max_steps", "3"]
+    flags = [*make_flags(tmp_path / "inputs", "--tensor_model_parallel_size", "2", "--vllm_max_num_seqs", "3"), "--max_steps", "3"]
     for name in ("one", "other"):
         assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / name)], timeout=180) == [0, 0]
     assert_same(tmp_path / "one", tmp_path / "other")
-    assert any(len(eval(spans)) > 1 for _, _, spans, _ in rows_of(tmp_path / "one").values())
+    assert any(len(eval(spans)) > 1 for _, _, spans, _ in read_rows(tmp_path / "one").values())
 
 
 # ---- rollout servers: they continue while the trainer trains ---------------------------------------------------------------------------
@@ -261,8 +261,8 @@ SERVED = {
 
 def assert_is_whole(out: Path, whole: Path) -> None:
     """The prompts of each rollout are those of any depth; every token is of a version within the bound."""
-    rows = rows_of(out)
-    prompts = {(rollout, prompt) for rollout, prompt, _ in rows_of(whole)}
+    rows = read_rows(out)
+    prompts = {(rollout, prompt) for rollout, prompt, _ in read_rows(whole)}
     assert {(rollout, prompt) for rollout, prompt, _ in rows} == prompts and len(rows) == 8 * STEPS
     for (rollout, *_), (tokens, _, spans, _) in rows.items():
         spans = eval(spans)
@@ -318,7 +318,7 @@ def test_server_partial_rollouts_signal_keeps_sampled_parts(served, whole, tmp_p
     assert file.parts[-4] == "iter_0000001" and max(one.versions[-1] for one in kept) == 1  # with what was sampled since the sync
     assert run_ranks(on_servers, 1, [*flags, "--verify_versions", "3", "--vllm_server_timeout", "500"], env=ASKS, timeout=240) == [0]
     assert_is_whole(tmp_path, whole[0])
-    rows = rows_of(tmp_path)
+    rows = read_rows(tmp_path)
     for one in kept:  # every token of it is trained
         _, logprobs, *_ = rows[next(key for key in rows if key[1:] == one.key)]
         assert one.logprobs.tobytes() in logprobs

@@ -20,10 +20,10 @@ RUN = """
 import json, sys
 from tests.end_to_end import scripted
 
-calls, entered, answers_of = [], set(), scripted.answers_of
+calls, entered, read_answers = [], set(), scripted.read_answers
 
 def counted(cfg, path):
-    answer = answers_of(cfg, path)
+    answer = read_answers(cfg, path)
     def count(*asked):
         calls.append(asked)
         return answer(*asked)
@@ -33,7 +33,7 @@ def note(frame, event, argument):
     if event == "call" and 16 < len(calls) <= 32:
         entered.add(frame.f_code.co_filename)
 
-scripted.answers_of = counted
+scripted.read_answers = counted
 sys.setprofile(note)
 code = scripted.train(0, 1, sys.argv[1:])
 sys.setprofile(None)
@@ -51,15 +51,15 @@ def test_plain_run_imports_no_plugin_and_no_other_command(tmp_path):
     flags += ["--logprob_diff_warn", "1"]  # the scripted log-probs are a little off, and a step that is kept is no plain one
     root = Path(__file__).parents[2]
     said = subprocess.run([sys.executable, "-c", RUN, *flags], capture_output=True, text=True, cwd=root, check=True).stdout
-    code, completions, files, of_a_step = json.loads(said.splitlines()[-1])
+    code, completions, files, step_files = json.loads(said.splitlines()[-1])
     assert code == 0 and "megatron_grpo.core.policy.policy" in files
     assert [name for name in files if name.removeprefix("megatron_grpo.").startswith(UNUSED)] == []
-    assert completions == 3 * 16 and "megatron_grpo.core.trainer.sample_buffer" in of_a_step
-    entered = {name.replace(".", "/") + ".py" for name in of_a_step if name.startswith("megatron_grpo.core.")}
+    assert completions == 3 * 16 and "megatron_grpo.core.trainer.sample_buffer" in step_files
+    entered = {name.replace(".", "/") + ".py" for name in step_files if name.startswith("megatron_grpo.core.")}
     documented = re.findall(r"^\| `(core/[\w/]+\.py)` \| .* \| step \|$", PAGE.read_text(), re.M)
     assert entered - {f"megatron_grpo/{path}" for path in documented} == set()
-    limits, most = size_ledger.read(), f"{len(files)} files are imported, and a step enters {len(of_a_step)}"
-    assert len(files) <= limits["plain_run_files"] and len(of_a_step) <= limits["step_files"], most
+    limits, most = size_ledger.read(), f"{len(files)} files are imported, and a step enters {len(step_files)}"
+    assert len(files) <= limits["plain_run_files"] and len(step_files) <= limits["step_files"], most
 
 
 OF_A_RANK = """

@@ -37,11 +37,11 @@ def run(tmp_path_factory):
     return folder / "out"
 
 
-def referee(*argv, of: str = "native") -> tuple[int, dict]:
+def referee(*argv, system: str = "native") -> tuple[int, dict]:
     from megatron_grpo import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = cli.main(["referee", *map(str, argv), "--of", of, "--json"])
+        code = cli.main(["referee", *map(str, argv), "--of", system, "--json"])
     return code, json.loads(out.getvalue())
 
 

@@ -70,7 +70,7 @@ def test_restart_continues_after_lost_rank_and_on_fewer_machines(machines, tmp_p
     hold_after(1)
     first, second = (machines(*flags, machines="1:2") for _ in range(2))
     assert ranks_that_saved(1) == 2
-    [rank] = [pid for pid in children_of(second.pid) if pid in processes_of(tmp_path)]
+    [rank] = [pid for pid in list_children(second.pid) if pid in processes_of(tmp_path)]
     os.kill(rank, signal.SIGKILL)
     hold_after(3)
     assert ranks_that_saved(3) == 2
@@ -84,7 +84,7 @@ def test_restart_continues_after_lost_rank_and_on_fewer_machines(machines, tmp_p
         assert [step[name] for step in found] == pytest.approx([step[name] for step in expected], rel=1e-3, abs=1e-6)
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     return [int(child) for children in Path(f"/proc/{pid}/task").glob("*/children") for child in children.read_text().split()]
 
 

@@ -389,7 +389,7 @@ def test_server_invalid_request_fails_alone_in_its_batch(plain, trainer, models)
 def test_server_stream_sends_keepalive_lines(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     connection, stream = opened(plain, long(1))
-    engine = plain.pid_of("EngineCore")
+    engine = plain.find_pid("EngineCore")
     os.kill(engine, signal.SIGSTOP)
     try:
         with closing(connection):
@@ -495,7 +495,7 @@ def test_server_adapter_sync_needs_complete_adapter_and_own_base(plain, lora, tr
 
 def test_server_with_lost_engine_exits_and_others_take_next_sync(plain, lora, trainer, models):
     link = trainer.link(plain, lora)
-    engine = lora.pid_of("EngineCore")
+    engine = lora.find_pid("EngineCore")
 
     def source():
         for number, item in enumerate(weights(models[1])):
@@ -534,7 +534,7 @@ def test_server_frozen_during_sync_does_not_have_the_new_weights(plain, trainer,
 def test_server_killed_leaves_no_engine_process(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     connection, stream = opened(plain, long(1))
-    assert plain.pid_of("EngineCore")
+    assert plain.find_pid("EngineCore")
     os.kill(plain.worker_pid(), signal.SIGKILL)
     with closing(connection), pytest.raises((OSError, http.client.HTTPException)):
         while stream.readline():
@@ -552,13 +552,13 @@ def test_server_tls_generated_token_and_sigterm_during_stream_work(servers, cert
         server.request("GET", "/state")  # in the clear
     trust = ssl.create_default_context(cafile=certificate[0])
 
-    def ask(path, body=None, of=token):
+    def ask(path, body=None, bearer=token):
         connection = http.client.HTTPSConnection("localhost", server.port, timeout=60, context=trust)
         connection.request("GET" if body is None else "POST", path, body and wire.encode(body),
-                           {wire.AUTHORIZATION: f"Bearer {of}", wire.INCARNATION: "1"})  # fmt: skip
+                           {wire.AUTHORIZATION: f"Bearer {bearer}", wire.INCARNATION: "1"})  # fmt: skip
         return connection, connection.getresponse()
 
-    assert ask("/state", of=TOKEN)[1].status == 401
+    assert ask("/state", bearer=TOKEN)[1].status == 401
     assert ask("/metrics")[1].status == 404
     assert ask("/claim", wire.ClaimRequest(run="r", incarnation="1"))[1].status == 200
     server.call = lambda path, body=None, **_: ask(path, body)[1].read()  # what a link is made with

@@ -61,7 +61,7 @@ def whole(inputs):
     return folder / "whole", found[0][1]
 
 
-def steps_of(out: Path) -> list[dict]:
+def read_steps(out: Path) -> list[dict]:
     return [{name: step[name] for name in EXACT if name in step} for step in records(out / "metrics.jsonl")]
 
 
@@ -117,7 +117,7 @@ def test_resumed_run_skips_the_same_steps_exactly(inputs, whole, tmp_path, after
     flags += ["--save_steps", "0", "--save_interval_seconds", "1e-6"]
     found = run_ranks(train, 2, flags, (2,), 6, timeout=240)
     assert [code for code, _ in found] == [0, 0], found
-    assert steps_of(tmp_path / "out") == steps_of(out)[after:]
+    assert read_steps(tmp_path / "out") == read_steps(out)[after:]
     saved = {int(path.name[5:]) for path in (tmp_path / "out").glob("checkpoints/iter_*")}
     assert saved == set(range(after + 1, STEPS + 1))
     files = [sorted((path / "hf").glob("*.safetensors")) for path in (out, tmp_path / "out")]
@@ -138,4 +138,4 @@ def test_consecutive_skipped_steps_end_the_run_and_name_the_last_good_checkpoint
 
     found = run_ranks(train, 2, flags, (), timeout=240)  # of itself it takes the newest, and says what it is
     assert [code for code, _ in found] == [0, 0] and f"The last confirmed one is {good} (use it with --resume)." in found[0][1]
-    assert [step["skipped_iterations"] for step in steps_of(out)] == [0, 0, 1, 1, 2, 3, 3, 3]
+    assert [step["skipped_iterations"] for step in read_steps(out)] == [0, 0, 1, 1, 2, 3, 3, 3]

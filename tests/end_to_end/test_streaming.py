@@ -47,7 +47,7 @@ def whole(inputs):
     return folder / "whole"
 
 
-def steps_of(out: Path) -> list[dict]:
+def read_steps(out: Path) -> list[dict]:
     return [{name: step[name] for name in EXACT} for step in records(out / "metrics.jsonl")]
 
 
@@ -59,7 +59,7 @@ def get_weights(out: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(out: Path, whole: Path):
-    assert steps_of(out) == steps_of(whole) and len(steps_of(out)) == STEPS
+    assert read_steps(out) == read_steps(whole) and len(read_steps(out)) == STEPS
     expected = get_weights(whole)
     assert all(np.array_equal(found, expected[name]) for name, found in get_weights(out).items())
 
@@ -86,9 +86,9 @@ def test_streaming_stopped_run_resumes_exactly_and_on_other_world_size_with_same
 
     [(code, told)] = run_ranks(heard, 1, [*flags, str(tmp_path / "one")])
     assert code == 0, told
-    for one, other in zip(steps_of(tmp_path / "one"), steps_of(whole), strict=True):
+    for one, other in zip(read_steps(tmp_path / "one"), read_steps(whole), strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
-    assert [step["num_tokens"] for step in steps_of(tmp_path / "one")] == [step["num_tokens"] for step in steps_of(whole)]
+    assert [step["num_tokens"] for step in read_steps(tmp_path / "one")] == [step["num_tokens"] for step in read_steps(whole)]
 
 
 def test_streaming_step_dump_and_recorded_rows_replay_without_dataset(inputs, whole):

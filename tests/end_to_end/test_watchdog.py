@@ -25,7 +25,7 @@ def train_and_stop(rank: int, world_size: int, flags: list[str], stops: bool) ->
             return True
 
     def engine(cfg, inputs, parallel):
-        return ScriptedEngine(scripted.answers_of(cfg, inputs.model_path))
+        return ScriptedEngine(scripted.read_answers(cfg, inputs.model_path))
 
     return main(["train", "--verify_weight_sync", "false", *flags], engine=engine, gradient_check=Stops())
 

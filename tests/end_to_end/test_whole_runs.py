@@ -57,12 +57,12 @@ def test_benchmark_model_has_even_answers_and_lognormal_lengths(tmp_path):
     answer, length, one, none = found[len(words) - 1 :]
     assert all(abs(answer[word] - 0.5) < 0.15 for word in benchmark.ANSWERS)
     assert one[first] > 0.99 and none[EOS] > 0.99
-    of_count = length[first : benchmark.COUNTDOWN.stop]
-    logs = torch.log(torch.arange(len(of_count)) + 3.0)  # tokens: the answer, the count and what it counts, the end
-    mean = float((of_count * logs).sum())
-    assert of_count.sum() > 0.99
+    probabilities = length[first : benchmark.COUNTDOWN.stop]
+    logs = torch.log(torch.arange(len(probabilities)) + 3.0)  # tokens: the answer, the count and what it counts, the end
+    mean = float((probabilities * logs).sum())
+    assert probabilities.sum() > 0.99
     assert abs(math.exp(mean) - 62) < 10  # the median, less what is above the limit
-    assert abs(float((of_count * (logs - mean) ** 2).sum()) ** 0.5 - benchmark.SIGMA) < 0.1
+    assert abs(float((probabilities * (logs - mean) ** 2).sum()) ** 0.5 - benchmark.SIGMA) < 0.1
 
 
 @pytest.mark.parametrize("trainer", ["ours", "TRL"])

@@ -37,7 +37,7 @@ def main(job_file: str, out: str) -> None:
             away, reserved = allocated(), torch.cuda.memory_reserved()
             with policy.on_device("weights"):
                 score = [values.copy() for values in policy.scorer.score(rows[:2])]
-            batch = cases.batch_of(policy, rows, index)
+            batch = cases.make_batch(policy, rows, index)
             with policy.on_device("all"):
                 back = allocated()
                 said = policy.train_step(batch).metrics

@@ -22,7 +22,7 @@ def compare(path, settings, batches, folder: Path) -> dict:
 
     def steps(policy, first, last):
         for index in range(first, last):
-            policy.train_step(cases.batch_of(policy, batches[index], index))
+            policy.train_step(cases.make_batch(policy, batches[index], index))
         return {name: tensor.float().cpu() for name, tensor in policy.named_weights()}
 
     def state(policy, *, is_loading):

@@ -16,7 +16,7 @@ import torch
 
 from tests import parity_cases as cases
 from tests.gpu.test_steps import GPUS, ROOT
-from tests.lora_cases import random_adapter
+from tests.lora_cases import write_random_adapter
 from tests.offload_cases import LOW
 from tests.tiny_models import write_tiny
 
@@ -40,7 +40,7 @@ def test_offload_frees_gpu_memory_and_keeps_training_exact(tmp_path, kind):
         "few bits": LOW,
     }.get(kind, {})
     if kind == "adapters":
-        settings["adapters"] = str(random_adapter(path, tmp_path / "adapter"))
+        settings["adapters"] = str(write_random_adapter(path, tmp_path / "adapter"))
     batches = cases.stored_rollout(path, num_steps=3, vocab=125)
     job, out = tmp_path / "job.pkl", tmp_path / "out.pkl"
     settings = cases.MODEL_SETTINGS.get(model, {}) | dict(torch_dtype="bfloat16", transformer_impl="local") | settings

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import parity_cases as cases
-from tests.lora_cases import random_adapter
+from tests.lora_cases import write_random_adapter
 from tests.tiny_models import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ RUNS = {"grpo": dict(micro_batch_size=1), "dapo": dict(loss_type="dapo", max_tok
 def stored(tmp_path_factory):
     made, folder = {}, tmp_path_factory.mktemp("models")
 
-    def of(model: str, adapters: bool):
+    def get(model: str, adapters: bool):
         """(model directory, global batches, settings, what each run should give)."""
         if (model, adapters) not in made:
             path = folder / f"{model} {adapters}"
@@ -52,12 +52,12 @@ def stored(tmp_path_factory):
             batches = cases.stored_rollout(path, num_steps=3, vocab=125)
             own = cases.MODEL_SETTINGS.get(model, {})
             if adapters:
-                own = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model} adapter")))
+                own = own | dict(tuner_type="lora", adapters=str(write_random_adapter(path, folder / f"{model} adapter")))
             right = {key: cases.reference(path, cases.settings(**own | run), batches) for key, run in RUNS.items()}
             made[model, adapters] = path, batches, own, right
         return made[model, adapters]
 
-    return of
+    return get
 
 
 # bfloat16 has 8 bits: 1/256 for each rounding. A mistake of the layout (half a gradient, a lost shard) is 0.3 and more.
@@ -98,7 +98,7 @@ def measured(path, batches, runs, references, tmp_path, name: str) -> dict[str, 
     ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
     ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(layout.world_size)]
-    found = {key: cases.worst_of([cases.distance(rank["found"][key], references[key]) for rank in ranks]) for key in runs}
+    found = {key: cases.merge_worst([cases.distance(rank["found"][key], references[key]) for rank in ranks]) for key in runs}
     print(f"\n{ranks[0]['device']}, {name}, {next(iter(runs.values()))}: {found}")
     return found
 

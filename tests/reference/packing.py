@@ -26,9 +26,9 @@ def random_batch(
     Four completions are a group: the entropies of their first tokens, which have one context, are equal but for rounding.
     Values are rounded to `dtype` and held in float64, so that a float32 implementation starts from the same numbers.
     """
-    rng, of_groups = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-    first_entropies = np.repeat(of_groups.exponential(1.0, -(-num_completions // 4)), 4)[:num_completions]
-    first_entropies *= 1 + of_groups.uniform(-1e-6, 1e-6, num_completions)
+    rng, group_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    first_entropies = np.repeat(group_rng.exponential(1.0, -(-num_completions // 4)), 4)[:num_completions]
+    first_entropies *= 1 + group_rng.uniform(-1e-6, 1e-6, num_completions)
 
     def values(array, *, grad=False):
         return torch.tensor(array, dtype=dtype).double().requires_grad_(grad)
@@ -76,13 +76,13 @@ def pack(
 ) -> Packed:
     """The completions `which`, in this order, packed end to end. Only trained positions exist; a completion may have none.
 
-    labels: what `labels_of` says.
+    labels: what `compute_labels` says.
     """
     places = [(i, int(t)) for i in which for t in torch.nonzero(completions[i].mask)[:, 0]]
     nan = float("nan")
 
-    def column(of, kind=dtype):
-        return torch.tensor([of(completions[i], i, t) for i, t in places], dtype=kind)
+    def column(read, kind=dtype):
+        return torch.tensor([read(completions[i], i, t) for i, t in places], dtype=kind)
 
     inputs = LossInputs(
         token_weights=column(lambda c, i, t: weights.row_weights[i], torch.float64),
@@ -95,7 +95,9 @@ def pack(
         num_loss_tokens=weights.num_loss_tokens,
         token_index=torch.tensor([t for _, t in places], dtype=torch.int64),
         longest=max((len(completions[i].mask) for i in which), default=1),
-        labels=None if labels is None else ClassificationTerms(*(column(lambda c, i, t, of=of: of[i], torch.float64) for of in labels)),
+        labels=None
+        if labels is None
+        else ClassificationTerms(*(column(lambda c, i, t, label=label: label[i], torch.float64) for label in labels)),
     )
     return Packed(
         inputs=inputs,
@@ -114,7 +116,7 @@ def token_weight_fn(loss: GrpoLoss, completions: Sequence[ReferenceCompletion]) 
     )
 
 
-def threshold_of(cfg: GrpoConfig, completions: Sequence[ReferenceCompletion], weights: TokenWeights) -> float:
+def compute_threshold(cfg: GrpoConfig, completions: Sequence[ReferenceCompletion], weights: TokenWeights) -> float:
     """Over the tokens whose weight is left, as the policy gathers them."""
     masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.row_weights, strict=True)]
     return entropy_threshold([c.entropy.detach().numpy() for c in completions], masks, cfg.top_entropy_quantile)
@@ -130,7 +132,9 @@ def in_whole_groups(completions: Sequence[ReferenceCompletion]) -> Sequence[Refe
     return completions
 
 
-def labels_of(loss: GrpoLoss, completions: Sequence[ReferenceCompletion], weights: TokenWeights) -> tuple[np.ndarray, np.ndarray] | None:
+def compute_labels(
+    loss: GrpoLoss, completions: Sequence[ReferenceCompletion], weights: TokenWeights
+) -> tuple[np.ndarray, np.ndarray] | None:
     """As the policy gathers them before a step."""
     if loss.needs_classification is None:
         return None
@@ -146,7 +150,7 @@ def package_loss(
     """The package's loss over a global batch cut into micro-batches `split`; its gradients by completion (logp, entropy); its logs."""
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
     weights = token_weight_fn(loss, completions)
-    threshold, labels = threshold_of(cfg, completions, weights), labels_of(loss, completions, weights)
+    threshold, labels = compute_threshold(cfg, completions, weights), compute_labels(loss, completions, weights)
     total, logs = 0.0, []
     grads = [[np.zeros(len(c.mask)) for c in completions] for _ in range(2)]
     for which in split:

@@ -90,7 +90,7 @@ def test_files_of_other_versions_are_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("system", ["trl", "verl", "slime", "swift"])
 def test_referee_hooks_have_at_most_20_lines(system):
-    assert len([line for line in dumps.hook_of(system).splitlines() if line and line != "# fmt: off"]) <= 20
+    assert len([line for line in dumps.read_hook(system).splitlines() if line and line != "# fmt: off"]) <= 20
 
 
 def test_referee_reports_missing_columns_with_the_hook_to_use(tmp_path):

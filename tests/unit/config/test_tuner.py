@@ -10,7 +10,7 @@ from megatron_grpo.run.config import parse, resolve
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.write import as_yaml
 from tests.checked import check
-from tests.lora_cases import ODD, random_adapter
+from tests.lora_cases import ODD, write_random_adapter
 from tests.tiny_models import write_tiny
 
 
@@ -85,7 +85,7 @@ def model(tmp_path_factory):
 
 
 def test_tuner_settings_are_taken_from_adapter_config_file(model, tmp_path):
-    adapter = random_adapter(model, tmp_path / "adapter")
+    adapter = write_random_adapter(model, tmp_path / "adapter")
     words = ["--model", str(model), "--max_completion_length", "8", "--tuner_type", "lora", "--adapters", str(adapter)]
     words += ["--target_modules", "all-linear"]
     cfg = check(words).config

@@ -19,7 +19,7 @@ from megatron_grpo.core.grpo.loss import GrpoLoss
 from megatron_grpo.core.grpo.metrics import finish
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo_referee.reference import ReferenceCompletion
-from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, threshold_of, token_weight_fn
+from tests.reference.packing import MAX_COMPLETION_LENGTH, compute_threshold, pack, random_batch, token_weight_fn
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")
 
@@ -165,7 +165,7 @@ def assert_same(
         logprobs=packed.logprobs,
         entropy=packed.entropy,
         ref_logprobs=packed.ref_logprobs if loss.needs_reference else None,
-        entropy_threshold=threshold_of(cfg, completions, token_weights),
+        entropy_threshold=compute_threshold(cfg, completions, token_weights),
     )
     value.backward()
     assert value.item() == pytest.approx(trl_loss, rel=1e-10, abs=1e-12)

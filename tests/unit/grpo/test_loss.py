@@ -23,11 +23,11 @@ from megatron_grpo.core.grpo.objectives import (
 )
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo_referee import reference
-from tests.combinations import KL_MODES, legal, random_others
+from tests.combinations import KL_MODES, draw_other_settings, legal
 from tests.reference.packing import (
     MAX_COMPLETION_LENGTH,
+    compute_labels,
     in_whole_groups,
-    labels_of,
     pack,
     package_loss,
     random_batch,
@@ -79,7 +79,7 @@ def test_loss_equals_reference_for_every_legal_combination_and_partition(loss_ty
     rng = np.random.default_rng(number)
     for kl_mode, kl in KL_MODES.items():
         base = {"loss_type": loss_type, "importance_sampling_level": level, **kl}
-        for cfg in (legal(base), random_others(rng, base, OTHERS), random_others(rng, base, OTHERS)):
+        for cfg in (legal(base), draw_other_settings(rng, base, OTHERS), draw_other_settings(rng, base, OTHERS)):
             seed = int(rng.integers(1 << 30))
             completions = draw_batch(cfg, seed)
             wanted = compute_expected(cfg, completions)
@@ -91,7 +91,7 @@ def test_loss_equals_reference_for_every_legal_combination_and_partition(loss_ty
 def test_loss_in_float32_is_within_tolerance_of_float64(loss_type):
     rng = np.random.default_rng(5)
     for level, kl in itertools.product(LEVELS, KL_MODES.values()):
-        cfg = random_others(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl}, OTHERS)
+        cfg = draw_other_settings(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl}, OTHERS)
         seed = int(rng.integers(1 << 30))
         completions = draw_batch(cfg, seed, dtype=torch.float32)
         wanted = compute_expected(cfg, completions)
@@ -274,7 +274,7 @@ def test_loss_of_a_rank_without_trained_positions_is_a_zero_that_backpropagates(
         loss = GrpoLoss.from_config(cfg, max_completion_length=4, temperature=1.0)
         completions = random_batch(1)
         weights = token_weight_fn(loss, completions)
-        packed = pack(completions, weights, [], torch.float32, labels_of(loss, completions, weights))
+        packed = pack(completions, weights, [], torch.float32, compute_labels(loss, completions, weights))
         value, logs = loss(packed.inputs, logprobs=packed.logprobs, entropy=packed.entropy, ref_logprobs=packed.ref_logprobs)
         value.backward()
         assert value.item() == 0.0 and packed.logprobs.grad.shape == (0,)
@@ -325,10 +325,10 @@ def test_loss_slope_of_any_slice_equals_whole_gradient_exactly(loss_type):
     """The head uses what it made with the slope only where the loss then asks for exactly that."""
     rng, asked = np.random.default_rng(11), 0
     for kl in KL_MODES.values():
-        cfg = random_others(rng, {"loss_type": loss_type, **kl}, {**OTHERS, "entropy_coef": (0.0,), "top_entropy_quantile": (1.0,)})
+        cfg = draw_other_settings(rng, {"loss_type": loss_type, **kl}, {**OTHERS, "entropy_coef": (0.0,), "top_entropy_quantile": (1.0,)})
         loss, completions = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0), random_batch(asked)
         weights = token_weight_fn(loss, completions)
-        packed = pack(completions, weights, range(len(completions)), torch.float32, labels_of(loss, completions, weights))
+        packed = pack(completions, weights, range(len(completions)), torch.float32, compute_labels(loss, completions, weights))
         ref_logprobs = packed.ref_logprobs if loss.needs_reference else None
         loss(packed.inputs, logprobs=packed.logprobs, ref_logprobs=ref_logprobs)[0].backward()
         if not loss.is_per_token:

@@ -14,7 +14,7 @@ from megatron_grpo.core.grpo.zero_gradient import DECIDING, has_zero_gradient, z
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.config.settings import Config
-from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, threshold_of, token_weight_fn
+from tests.reference.packing import MAX_COMPLETION_LENGTH, compute_threshold, pack, package_loss, random_batch, token_weight_fn
 
 WEIGHTLESS = {"no_token"}
 LOOKED_AT = {
@@ -95,7 +95,7 @@ def test_zero_advantage_rows_are_computed_if_a_setting_needs_them(name):
         weights = token_weight_fn(loss, completions)
         without = dataclasses.replace(weights, row_weights=weights.row_weights * [place != 5 for place in range(12)])
         changed |= bool(of_logp[5].any() or of_entropy[5].any())
-        changed |= threshold_of(cfg, completions, weights) != threshold_of(cfg, completions, without)
+        changed |= compute_threshold(cfg, completions, weights) != compute_threshold(cfg, completions, without)
     assert changed, "the row has a gradient, or it moves the threshold of others"
 
 

@@ -84,11 +84,11 @@ def test_lora_verdict_peft_generates_with_adapter(tmp_path):
     from peft import PeftModel
     from transformers import AutoTokenizer
 
-    from tests.lora_cases import random_adapter
+    from tests.lora_cases import write_random_adapter
     from tests.tiny_models import load_tiny, write_tiny
 
     model = write_tiny(tmp_path / "model")
-    adapter = random_adapter(model, tmp_path / "adapter", std=1.0)
+    adapter = write_random_adapter(model, tmp_path / "adapter", std=1.0)
     tokenizer, prompts = AutoTokenizer.from_pretrained(model), ["5 6 7", "8 9", "10 11 12", "77 5 9", "100 4"]
 
     def greedy(network, prompt):
