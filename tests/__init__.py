@@ -1,4 +1,4 @@
-"""Whatever imports a module of the tests finds the referee of this checkout, installed or not."""
+"""Put the referee of this checkout on the path of every module that tests import."""
 
 import sys
 from pathlib import Path

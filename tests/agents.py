@@ -1,4 +1,7 @@
-"""Agents for tests: an engine that keeps a ledger of what it sampled, and clients that do to their history what agents do."""
+"""A sampler and agent clients for tests of agents.
+
+The sampler records all that it sampled; the clients edit their history as real agents do.
+"""
 
 # ruff: noqa: E501 - answers, requests and programs stand on one line each
 
@@ -68,7 +71,7 @@ def agent_tokenizer() -> Any:
 
 
 class Ledger:
-    """A `TurnSampler` that answers from a list, by the seed, in random pieces of the vocabulary. It keeps all that it sampled."""
+    """A `TurnSampler` that answers from a list, selected by the seed, tokenized in random pieces. It records all that it sampled."""
 
     def __init__(self, *, is_split: bool = True, answers: list[str] | None = None):
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -154,7 +157,7 @@ def played(
 
 
 def compare(ledger: Ledger, player: AgentLoop) -> Counter[str]:
-    """Hold the rows against the ledger: each trained stretch stands there, with its context, once; the rest was read by nobody."""
+    """Check rows against a `Ledger`: each trained part occurs there once with its context; all other sampled turns were not read."""
     count: Counter[str] = Counter()
     left: dict[tuple[int, int], list[Any]] = {}
     for (number, place), ids, sampled in ledger.sampled:
@@ -191,7 +194,7 @@ def compare(ledger: Ledger, player: AgentLoop) -> Counter[str]:
 
 
 def list_turns(groups: Any) -> dict[int, list[list[tuple[Any, ...]]]]:
-    """(context, sampled tokens) of each trained turn of each row, in an order that does not tell who asked first."""
+    """Return (context, sampled tokens) of each trained turn of each row, in an order that does not depend on who asked first."""
     found = {}
     for group in groups:
         rows = found[group.prompt.number] = []
@@ -208,7 +211,7 @@ def list_turns(groups: Any) -> dict[int, list[list[tuple[Any, ...]]]]:
 
 
 class Agent:
-    """A client."""
+    """A client of the endpoint with a message history."""
 
     def __init__(self, endpoint: Any, name: str):
         import openai
@@ -262,7 +265,7 @@ def sampled_otherwise(a):
 
 
 def retried(a):
-    """The client gives up waiting and sends the request again, marked."""
+    """Send a request, cancel it, and send it again with the header of a retry."""
     chat = a.opening()
     said = a.ask(chat)
     chat += [said, {"role": "user", "content": "SLOW"}]
@@ -271,7 +274,7 @@ def retried(a):
 
 
 def left_and_asked_again(a):
-    """A new call of the agent's own, unmarked, after one that nobody read."""
+    """Send a request that nobody reads, and then the same request as a new call."""
     chat = a.opening("SLOW")
     try:
         a.ask(chat, timeout=0.2, max_retries=0)
@@ -282,7 +285,7 @@ def left_and_asked_again(a):
 
 
 def left(a):
-    """An answer that nobody reads: the client has gone."""
+    """Send a request and disconnect before the answer."""
     chat = a.opening("SLOW")
     try:
         a.ask(chat, timeout=0.2, max_retries=0)
@@ -302,7 +305,7 @@ def edited(a):
 
 
 def rolled_back(a):
-    """The last turn is thrown away, and another one asked for."""
+    """Remove the last turn from the history, and request another one."""
     chat = plain(a)
     a.ask([*chat[: -3 if chat[-3]["role"] == "assistant" else -2], {"role": "user", "content": "No. Otherwise."}])
     a.ask([*chat, {"role": "user", "content": "and now?"}])
@@ -327,14 +330,14 @@ def parallel(a):
 
 
 def asked_twice(a):
-    """Best of two: the same body, after its answer was read."""
+    """Send the same request again after its answer was read."""
     chat = a.opening()
     _, two = a.ask(chat), a.ask(chat)
     a.ask([*chat, two, *a.hear(two)])
 
 
 def rewritten_json(a):
-    """Agents parse arguments and write them in their own way; IDs change; content is trimmed."""
+    """Rewrite tool calls as agents do: reformatted arguments, other IDs, trimmed content."""
     chat = a.opening()
     for _ in range(4):
         said = a.ask(chat)
@@ -375,14 +378,14 @@ def forged(a):
 
 
 def cut(a):
-    """The client's own limit; it goes on behind half an answer."""
+    """Stop reading a streamed answer early, and continue with the partial answer."""
     chat = a.opening()
     said = a.ask(chat, max_tokens=3)
     a.ask([*chat, said, {"role": "user", "content": "Go on."}])
 
 
 def shown_examples(a):
-    """An example in the opening says what the model says too, without its thought."""
+    """Begin with an example conversation whose assistant message equals an answer without its reasoning."""
     chat = [*a.opening(), {"role": "assistant", "content": "Done."}, {"role": "user", "content": "now you"}]
     for _ in range(4):
         said = a.ask(chat, tools=[])
@@ -443,7 +446,7 @@ def responses_streamed(a):
 
 
 def branching(row, endpoint):
-    """`solve` of an agent that goes on, asks two things at once, and has a sub-agent. It says words that every tokenizer here has."""
+    """Run an agent with sequential and parallel requests and a sub-agent; its words are in every tokenizer of the tests."""
     a, chat = Agent(endpoint, "a"), list(row["prompt"])
     for _ in range(2):
         chat += [a.ask(chat, tools=[]), {"role": "user", "content": "14"}]

@@ -1,7 +1,8 @@
-"""Bad command lines as data, and what each must come to: the right exit code, one report, no traceback, and what was typed in it.
+"""Invalid command lines and files, and the report that each must give.
 
-`make_settings_cases` is made from the table of settings, so that a new setting brings its own. The rest is what people have in files: sizes that do
-not divide, YAML, data sets, models, rewards, checkpoints, launch lines. tools/bad_inputs.py runs all of them, CI a part of them.
+A report has the right exit code, no traceback, and names what the user typed. `make_settings_cases` is made from the table of settings, so
+a new setting is covered. The other cases are files and launch lines: sizes that do not divide, YAML, data sets, models, rewards,
+checkpoints. tools/bad_inputs.py runs all cases, CI some of them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ DEEP = "[" * 100_000  # as JSON and YAML: deeper than Python's limit of recursio
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """flags: of a run that is right; a word replaces its value, None takes the flag out. extra: words behind them.
+    """An invalid input.
 
-    says: all of it must be in the report; one_of: one of them. flags, extra and says may be functions of (the case's own folder, the good
-    flags).
+    flags: changes to valid flags; None removes a flag. extra: further words of the command line. says: texts that must all be in the
+    report. says_any: texts of which one must be. flags, extra and says may be functions of (directory of the case, valid flags).
     """
 
     name: str
@@ -61,13 +62,13 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """The numbered lines of the report."""
+        """Return the numbered lines of the report."""
         lines = self.stderr.partition(REPORT)[2].splitlines()
         return [line for line in lines if line.strip()]
 
 
 def write_good(folder: Path) -> dict[str, str]:
-    """The flags of a run that is right, and what they name."""
+    """Write valid inputs, and return the flags of a valid run."""
     write_tiny(folder / "model", "qwen3")
     (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"5 {n}", "answer": n}) + "\n" for n in range(6, 16)))
     (folder / "reward.py").write_text("def good(completions, **columns): return [0.0] * len(completions)\n")
@@ -83,7 +84,7 @@ def split_words(case: Case, at: Path, good: Mapping[str, str]) -> list[str]:
 
 
 def run(command: str, words: Sequence[str], environ: Mapping[str, str], at: Path) -> Outcome:
-    """`megatron-grpo command words` in this process, up to where `train` would join the other ranks."""
+    """Run `megatron-grpo command words` in this process; `train` ends before it would join other ranks."""
     from megatron_grpo import cli
     from megatron_grpo.run import lifecycle
 
@@ -111,7 +112,7 @@ def run(command: str, words: Sequence[str], environ: Mapping[str, str], at: Path
 
 
 def check_outcome(case: Case, command: str, outcome: Outcome, says: Sequence[str]) -> list[str]:
-    """What is wrong with how a bad input was met; empty where it was met well."""
+    """Return what is wrong with the report of an invalid input; empty if nothing is."""
     text, faults = outcome.stderr, []
     if outcome.code != case.code:
         faults.append(f"{command} gave {'no error' if outcome.code == ACCEPTED else f'exit code {outcome.code}'}, not {case.code}")
@@ -130,7 +131,7 @@ def check_outcome(case: Case, command: str, outcome: Outcome, says: Sequence[str
 
 
 def find_problems(case: Case, at: Path, good: Mapping[str, str]) -> tuple[list[str], str]:
-    """(what is wrong with how both commands meet a case, what they said). at: a folder of its own."""
+    """Return (problems, output) of a case with both commands, in a directory of its own."""
     at.mkdir(parents=True, exist_ok=True)
     words = split_words(case, at, good)
     says = case.says(at, good) if callable(case.says) else case.says
@@ -801,7 +802,7 @@ def make_model_cases() -> Iterator[Case]:
 
 
 def make_adapter_cases() -> Iterator[Case]:
-    """A good one, of rank 2 and alpha 16 on q_proj and down_proj, broken in one way each."""
+    """Return a valid adapter (rank 2, alpha 16, q_proj and down_proj), each time invalid in one way."""
     from megatron_grpo.core.weights.lora import LoraSettings
     from tests.lora_cases import write_random_adapter
 
@@ -937,7 +938,7 @@ def make_reward_cases() -> Iterator[Case]:
 
 def make_path_cases() -> Iterator[Case]:
     def place(name: str, content: str | None) -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:
-        """content None: a folder of that name."""
+        """Write a file at a path in output_dir; a directory if `content` is None."""
 
         def flags(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
             path = at / "out" / name if name else at / "out"

@@ -1,6 +1,6 @@
-"""Trainer and sampler side by side, in one process: how many of their log-probs are equal in every bit.
+"""Compare the log-probs of trainer and sampler in one process, and count those that are equal bit for bit.
 
-What `tests/distributed/test_bitwise_parity.py` and `tools/bitwise_parity.py` count.
+Used by `tests/distributed/test_bitwise_parity.py` and `tools/bitwise_parity.py`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ COMPARED = ("packed", "alone", "prompts", "training")  # see `compare`
 
 
 def suits(model: str, layout: str, dtype: str = "float32") -> bool:
-    """Models with experts take all layouts but tensor parallelism without sequence parallelism; "eight heads" is for four ranks.
+    """Return whether a model can run in a layout.
 
-    bfloat16 is exact on one rank, where a batch is large; a bias in bfloat16 is refused."""
+    Models with experts need sequence parallelism under tensor parallelism; "eight heads" is for four ranks. bfloat16 is exact on one rank
+    only, and a bias in bfloat16 is rejected.
+    """
     case = LAYOUTS[layout]
     if dtype == "bfloat16" and (model == "qwen2" or layout != "1"):
         return False
@@ -65,7 +67,7 @@ def write(path: Path, model: str, dtype: str = "float32") -> Path:
 
 
 def instructions() -> str:
-    """Of this processor, those that kernels of trainer and sampler choose by."""
+    """Return the instruction sets of this processor by which kernels of trainer and sampler are chosen."""
     import torch
 
     has = {"AVX2": torch.cpu._is_avx2_supported(), "AVX-512": torch.cpu._is_avx512_supported(),
@@ -75,7 +77,7 @@ def instructions() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Of two lists of log-probs: how many of how many are equal in every bit, and by how much the others differ at most, in nats."""
+    """Number of equal log-probs of all compared ones, and the largest difference of the others in nats."""
 
     equal: int = 0
     total: int = 0
@@ -119,7 +121,7 @@ class Pair:
 
     @classmethod
     def build(cls, rank: int, world: int, path, *, max_model_len: int = 128, parallel=None, **chosen: Any) -> Pair:
-        """parallel: from `join`, where several pairs share a process."""
+        """Build both. Pass `parallel` of `join` if several pairs share a process."""
         from megatron_grpo.commands.analysis import vllm_bitwise_parity
         from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
@@ -131,7 +133,7 @@ class Pair:
         return cls(policy, engine, cfg.rollout.temperature)
 
     def sample(self, asked, length: int = 24, seed: int = 0) -> list:
-        """Completions, one a prompt, in the order of the prompts; on every rank."""
+        """Return one completion per prompt, in prompt order, on each rank."""
         from megatron_grpo.core.parallel import collectives
         from megatron_grpo.core.rollout.engine import SamplingSettings
 
@@ -141,14 +143,14 @@ class Pair:
         return [found[prompt.number] for prompt in asked]
 
     def agreement(self, completions) -> Count:
-        """Of the trainer's scores with what was sampled."""
+        """Compare the trainer's scores with the log-probs of sampled completions."""
         scores = self.policy.scorer.score([one.sequence for one in completions])
         return Count.from_logprobs(
             [score[one.sequence.mask] for score, one in zip(scores, completions, strict=True)], list(map(drawn, completions))
         )
 
     def step(self, completions, step: int) -> Count:
-        """An optimizer step and a push; how the log-probs of its forward agree with those that were sampled."""
+        """Take an optimizer step and sync the weights; compare the log-probs of its forward with the sampled ones."""
         rows = [_row(i, step, one) for i, one in enumerate(completions)]
         trained = self.policy.train_step(make_batch(self.policy, rows, step))
         assert trained.skipped is None and trained.metrics["grad_norm"] > 0
@@ -184,12 +186,11 @@ def compare(
     rank: int, world: int, path, *, steps: int = 1, count: int = 8, length: int = 24, longest: int = 60, vocab: int = VOCAB,
     **chosen: Any,
 ) -> Mapping[str, Count]:  # fmt: skip
-    """All comparisons on this rank, over `steps` optimizer steps with a push after each. chosen: settings.
+    """Return all comparisons on this rank over `steps` optimizer steps, with a weight sync after each.
 
-    packed    the trainer's scores of drawn tokens, against what was sampled
-    alone     as packed, of three sequences, one at a time
-    prompts   the trainer's scores of all tokens at temperature 1, against the sampler's scores
-    training  the forward pass of the optimizer step, against what was sampled; on ranks of the last stage
+    packed: the trainer's scores of sampled tokens against the sampler's log-probs. alone: the same for three sequences, scored one at a
+    time. prompts: scores of all tokens at temperature 1, trainer against sampler. training: log-probs of the training forward against the
+    sampler's, on ranks of the last stage. `chosen` are settings.
     """
     from megatron_grpo.core.rollout.probes import make_sequence
 

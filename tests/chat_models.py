@@ -1,6 +1,6 @@
-"""A tiny Qwen3 that speaks ChatML: random weights, turns that end by themselves after some tokens, and a tokenizer of bytes.
+"""A tiny Qwen3 with a ChatML template, random weights and a byte tokenizer.
 
-So it says anything: half characters, white space, special tokens in the middle.
+Its turns end by themselves after some tokens, and contain incomplete characters, white space and special tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THINKS = TEMPLATE.replace("'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|
 
 
 def write_chat(path: str | Path, *, template: str = TEMPLATE, ends: float = 8.0, **model: Any) -> Path:
-    """As `write_tiny`. ends: larger ends turns sooner; a turn has a dozen tokens or so."""
+    """Write the model like `write_tiny`. A larger `ends` makes turns shorter; a turn has about twelve tokens."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -44,7 +44,7 @@ def write_chat(path: str | Path, *, template: str = TEMPLATE, ends: float = 8.0,
 
 
 def chat_tokenizer(template: str = TEMPLATE) -> Any:
-    """Of bytes: one piece for each, and three marks."""
+    """Return a tokenizer with one token per byte and three special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""A command line, read with the words of all systems and checked at once."""
+"""Parse and validate a command line of any supported framework."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from megatron_grpo.run.config import parse
 
 
 def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> CheckedConfig:
-    """Raises ConfigError with everything that is wrong."""
+    """Return the checked run. Raises ConfigError with all problems."""
     return check_parsed(parse(argv, launcher_world_size=launcher_world_size, dialects=lambda: DIALECTS))

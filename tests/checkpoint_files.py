@@ -1,4 +1,4 @@
-"""What tests of checkpoints write and measure themselves: one part alone, and files as the manifest counts them."""
+"""Write one part of a checkpoint, and compute file fingerprints, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_sharded(state: dict[str, Any], directory: Path) -> None:
-    """One sharded state dict, by the writer of checkpoints, with nothing beside it. Collective."""
+    """Write one sharded state dict with the checkpoint writer and nothing else. Collective."""
     from megatron_grpo.run.checkpoint.distributed import ShardedWriter, errors_on_all_ranks
 
     writer = ShardedWriter()
@@ -23,6 +23,6 @@ def write_sharded(state: dict[str, Any], directory: Path) -> None:
 
 
 def fingerprints(root: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files under `root`."""
+    """Return size and SHA-256 of the files under `root`."""
     contents = {name: (root / name).read_bytes() for name in names}
     return {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}

@@ -1,8 +1,8 @@
-"""Loss type x importance level x KL mode x estimator: the loss and every gradient tensor of one step of a real policy, against float64.
+"""Every combination of loss type, importance level, KL mode and estimator, against float64.
 
-One policy per layout takes all combinations, one after the other: only its loss, the samples' advantages and the cut into micro-batches
-change, and the weights stay. The other side runs transformers' model once, and differentiates the written-out loss of each combination.
-`tests/distributed/test_combinations.py` takes every pair of choices, `tools/combinations.py` the whole product, or runs drawn at random.
+Compared are the loss and every gradient tensor of one step of a real policy. One policy per layout runs all combinations; only its loss,
+the advantages and the split into micro-batches change. The reference runs transformers' model once and differentiates the formula of each
+loss. `tests/distributed/test_combinations.py` runs every pair of settings, `tools/combinations.py` all combinations or random runs.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def list_all() -> list[Combination]:
 
 
 def list_pairs() -> list[Combination]:
-    """77 of the 1617, in which any two choices of different kinds meet: Latin squares."""
+    """Return 77 of the 1617 combinations in which each pair of settings of different kinds occurs (Latin squares)."""
     kl, estimators = list(KL_MODES), list(ESTIMATORS)
     return [(LOSS_TYPES[i], LEVELS[(i + 2 * k) % 3], kl[k], estimators[(i + k) % 7]) for i in range(len(LOSS_TYPES)) for k in range(7)]
 
 
 def make_config(combination: Combination) -> GrpoConfig | None:
-    """The combination with other settings drawn at random, until they go together; None where the four themselves do not."""
+    """Return the combination with the other settings drawn at random until they are valid; None if the four are not valid."""
     loss_type, level, kl, estimator = combination
     base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
     if legal(base) is None:
@@ -87,18 +87,18 @@ def make_config(combination: Combination) -> GrpoConfig | None:
 
 
 def iterate_runs(combinations: Sequence[Combination]) -> Runs:
-    """Combination i is cut in way i, modulo four."""
+    """Yield the runs of each combination; combination i uses split i modulo four."""
     return {combination: (make_config(combination), CUTS[i % len(CUTS)]) for i, combination in enumerate(combinations)}
 
 
 def legal(settings: Mapping) -> GrpoConfig | None:
-    """What these settings say, or None where they do not go together."""
+    """Return the configuration of these settings, or None if they are invalid."""
     cfg = GrpoConfig(**settings)
     return None if validation.problems(Config(grpo=cfg)) else cfg
 
 
 def draw_other_settings(rng: np.random.Generator, base: Mapping, others: Mapping[str, Sequence]) -> GrpoConfig:
-    """`base` with every setting of `others` drawn at random, until they go together."""
+    """Return `base` with each setting of `others` drawn at random until they are valid."""
     while True:
         drawn = {name: values[rng.integers(len(values))] for name, values in others.items()}
         if (cfg := legal({**base, **drawn})) is not None:
@@ -110,7 +110,10 @@ def draw_other_settings(rng: np.random.Generator, base: Mapping, others: Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """model, reference: checkpoints. samples: eight, group by group, without advantages yet. rewards: [groups][G][2], some of them None."""
+    """Inputs of all combinations.
+
+    model, reference: checkpoints. samples: eight samples in order of groups, without advantages. rewards: [groups][G][2]; some are None.
+    """
 
     model: Path
     reference: Path
@@ -119,7 +122,7 @@ class Material:
 
 
 def material(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape) -> Material:
-    """shape: of the model, where it is not MODEL's."""
+    """Write the models and draw the samples; `shape` replaces MODEL's sizes."""
     from safetensors.torch import load_file, save_file
 
     from tests.tiny_models import write_tiny
@@ -143,7 +146,7 @@ def material(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape
 
 
 def with_teacher(sample: Sample) -> Sample:
-    """With what some teacher makes of it; one row has not been seen by any."""
+    """Return the samples with random teacher log-probs; one row has none."""
     noise = np.random.default_rng(sample.row).normal(0.0, 0.4, len(sample.token_ids))
     values = np.where(sample.mask, sample.sampler_logprobs + noise, 0.0).astype(np.float32)
     return dataclasses.replace(sample, teacher_logprobs=None if sample.row == 1 else values)
@@ -154,7 +157,10 @@ def with_teacher(sample: Sample) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """losses [runs]; gradients: a file of [runs, numbers of all tensors]; penalty [8]: of the KL in the reward, at a beta of 0.3."""
+    """Expected results.
+
+    losses: [runs]. gradients: file with [runs, numbers of all tensors]. penalty: [8], of the KL in the reward at a beta of 0.3.
+    """
 
     names: list[str]
     shapes: list[tuple[int, ...]]
@@ -164,7 +170,7 @@ class Expected:
 
 
 def expect(made: Material, runs: Runs, folder: Path) -> Expected:
-    """What each run should give, NaN where its settings do not go together. Gradients go to a file, which ranks map."""
+    """Return the expected results of each run, NaN where its settings are invalid. Gradients go to a file that ranks map."""
     from tests.tiny_models import load_tiny
 
     model, frozen = load_tiny(made.model, "float64"), load_tiny(made.reference, "float64")
@@ -212,9 +218,11 @@ def _completion(model, frozen, sample: Sample) -> reference.ReferenceCompletion:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Of one rank, by run: of the loss, relative where it is larger than 1 and absolute where it is smaller, for centred advantages
-    let terms cancel, and what is left has no small relative error in float32; of the worst gradient tensor, relative. Of the KL in the
-    reward, relative."""
+    """Errors of one rank by run.
+
+    Of the loss: relative if it is larger than 1, else absolute, because terms cancel with centered advantages and leave no small relative
+    error in float32. Of the worst gradient tensor and of the KL in the reward: relative.
+    """
 
     loss: dict[Hashable, float]
     gradient: dict[Hashable, tuple[float, str]]
@@ -226,7 +234,7 @@ class Errors:
 
 
 def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, right: Expected, tamper=None) -> Errors:
-    """This rank's errors of every legal run. For `run_ranks`. tamper(policy): breaks something first, to see it noticed."""
+    """Return this rank's errors of each valid run. For `run_ranks`. `tamper(policy)` applies a mutation first."""
     from megatron_grpo.core.grpo.advantages import advantages
     from megatron_grpo.core.grpo.loss import GrpoLoss
     from megatron_grpo.core.weights.hf_files import HfReader
@@ -260,7 +268,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
 
 
 def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.ndarray:
-    """What `--kl_in_reward` subtracts, of each row, as a run computes it. Collective."""
+    """Return what `--kl_in_reward` subtracts from each row, as a run computes it. Collective."""
     from megatron_grpo.core.trainer.rollouts import KlPenalty
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
@@ -284,13 +292,13 @@ RANDOM_SHAPES = ({}, {"tied": True}, {"kv_heads": 4}, {"family": "qwen2", "heads
 
 
 def random_groups(rng: np.random.Generator) -> cases.Groups:
-    """Eight completions: two, four or eight of each prompt, now and then an empty one."""
+    """Return eight completions in groups of two, four or eight, some of them empty."""
     size = int(rng.choice([2, 4, 8]))
     return [(int(rng.integers(1, 12)), rng.integers(0, 13, size).tolist()) for _ in range(cases.NUM_ROWS // size)]
 
 
 def random_runs(rng: np.random.Generator, layout: cases.Case, count: int) -> Runs:
-    """By number; all of them legal."""
+    """Return valid random runs by number."""
     runs: dict[Hashable, tuple[GrpoConfig, Mapping[str, int]]] = {}
     product, cuts = list_all(), [cut for cut in CUTS if cases.is_legal(layout, cut)]
     while len(runs) < count:

@@ -1,4 +1,4 @@
-"""Settings for every test process, made before torch is imported."""
+"""Settings of each test process, made before torch is imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:
-    """What imports have left in memory stays: collections of garbage walked it again and again, a tenth of the seconds of many tests."""
+    """Freeze the objects of imports: garbage collections that walk them take a tenth of the time of many tests."""
     gc.collect()
     gc.freeze()
 
@@ -36,7 +36,7 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_report_header() -> str:
-    """The stack that these tests run: a result that depends on it can be told from one that does not."""
+    """Report the versions of the libraries, on which results may depend."""
     import torch  # its metadata do not say which build this is
 
     versions = {"Python": platform.python_version(), "torch": torch.__version__}

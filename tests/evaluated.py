@@ -1,4 +1,4 @@
-"""An evaluation of one prompt, for tests of what is told of it."""
+"""An evaluation of one prompt, for tests of its reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_grpo.run.metrics.evaluations import EvaluationResult
 
 
 def evaluated(*scores: float | None, name: str = "eval", question: str = "", **others: float) -> EvaluationResult:
-    """scores: of the completions of each prompt, one each; others: further means."""
+    """Return an evaluation. scores: one score per completion. others: further means."""
     given = [math.nan if score is None else score for score in scores]
     return EvaluationResult(
         name=name, n=1, temperature=0.0, score="accuracy", question=question, rows=range(len(given)),

@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p tests.every_sixth`): of each file's tests, every sixth, so that slow files are sampled evenly."""
+"""A pytest plugin (`-p tests.every_sixth`) that selects every sixth test of each file."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""An AdamW that counts its steps as the fused ones of Transformer Engine and Apex do, in place of theirs inside Megatron-Core."""
+"""An AdamW that counts steps like the fused ones of Transformer Engine and Apex, for use in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.optim.adamw import adamw
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Counts in its groups, where a new one has no count; a group without parameters never has one."""
+    """AdamW with the step count in its parameter groups. A new group has none, and a group without parameters never has one."""
 
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0):
         assert adam_w_mode
@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def take() -> None:
-    """Makes Megatron-Core take it, as it takes Transformer Engine's or Apex's where one is installed. For a rank of a test alone."""
+    """Make Megatron-Core use `FusedAdam` as it uses Transformer Engine's or Apex's. Only for a rank of a test."""
     import megatron.core.optimizer as optimizers
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,4 +1,4 @@
-"""A `MetricsLogger` of a test: its parts as a run assembles them, on rank 0 with nothing set unless it is said."""
+"""A `MetricsLogger` for tests, assembled as in a run, on rank 0 with no settings unless given."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def logger_in(
     config: dict[str, Any] | None = None,
     **settings: Any,
 ) -> MetricsLogger:
-    """A logger that writes no completions tables."""
+    """Return a logger that writes no completions tables."""
     config = config or {}
     return MetricsLogger(
         Completions(folder, reward_names=reward_names, interval=0, rank=rank),

@@ -1,6 +1,6 @@
-"""What LoRA is, by somebody else: PEFT on transformers in float64; and adapters to compare on.
+"""LoRA by PEFT on transformers in float64, and adapters to compare on.
 
-`tests/parity_cases.py` asks here where the settings say tuner_type lora.
+`tests/parity_cases.py` uses it for settings with tuner_type lora.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BESIDE_ATTENTION = LoraSettings(
 
 
 def write_random_adapter(model: str | Path, out: str | Path, settings: LoraSettings = ODD, *, seed: int = 1, std: float = 0.1) -> Path:
-    """A directory as PEFT writes it, in which B is not zero: every gradient says something."""
+    """Write an adapter directory like PEFT's, with random nonzero B matrices, so that each gradient is nonzero."""
     rng, tensors, out = np.random.default_rng(seed), {}, Path(out)
     sizes = own_sizes(settings, ModelShape.from_pretrained(model))
     for name, size in sizes.items():
@@ -44,7 +44,7 @@ def write_random_adapter(model: str | Path, out: str | Path, settings: LoraSetti
 
 
 def load_peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64"):
-    """(model, its trainable parameters by their names in the file without PEFT's prefix)."""
+    """Return (model, its trainable parameters by their names in the file without PEFT's prefix)."""
     from tests.tiny_models import load_tiny
 
     base = load_tiny(path, dtype)
@@ -60,7 +60,7 @@ def load_peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64
 
 
 class _Delta(torch.nn.Module):
-    """Weight + scale * B A of one module, or of all experts of a layer: the definition, for torch's parametrizations."""
+    """Weight plus scale * B A of one module, or of all experts of a layer, as a parametrization of torch."""
 
     def __init__(self, pairs):
         super().__init__()
@@ -71,7 +71,7 @@ class _Delta(torch.nn.Module):
 
 
 def _with_experts(base, path, adapter: Path, dtype: str):
-    """transformers 5 holds the experts of a layer in one parameter, for which PEFT has another kind of adapter than its files name."""
+    """Add adapters to experts: transformers 5 holds a layer's experts in one parameter, for which PEFT has other adapters."""
     from tests.parity_cases import _block, _expert_names
 
     base.requires_grad_(False)
@@ -100,14 +100,14 @@ def _with_experts(base, path, adapter: Path, dtype: str):
 
 
 def in_settings(settings: LoraSettings) -> dict:
-    """The same, as a run's settings."""
+    """Return the target modules as settings of a run."""
     return dict(tuner_type="lora", lora_rank=settings.rank, lora_alpha=settings.alpha, use_rslora=settings.use_rslora,
                 target_modules=list(settings.target_modules), target_regex=settings.target_regex,
                 rank_pattern=dict(settings.rank_pattern), alpha_pattern=dict(settings.alpha_pattern))  # fmt: skip
 
 
 def write_initial_adapter(cfg: Config) -> Path:
-    """The adapter that a run begins with; drawn, where none is given, and put beside its output."""
+    """Return the adapter that a run begins with; draws one and writes it beside the output if none is given."""
     if cfg.tuner.adapters:
         return Path(cfg.tuner.adapters)
     shape = ModelShape.from_pretrained(cfg.model.model)

@@ -1,7 +1,7 @@
-"""Faults put into one side of a trainer and its sampler, and the operation that `mismatch` must name for each.
+"""Faults in a trainer or its sampler, and the operation that `mismatch` must name for each.
 
-What `tests/distributed/test_mismatch.py` takes a few of, and `tools/mismatch_faults.py` all. The sampler begins with other weights than the
-trainer and is given the trainer's by the run's own push, so faults of a push can be put in too.
+`tests/distributed/test_mismatch.py` runs some, `tools/mismatch_faults.py` all. The sampler begins with other weights than the trainer and
+receives the trainer's with the run's own weight sync, so faults of a sync are covered too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAWN = 24
 
 @dataclass(kw_only=True, eq=False)
 class Bench:
-    """One rank's trainer and sampler, as a fault finds them."""
+    """The trainer and the sampler of one rank, to which a fault is applied."""
 
     policy: Any
     engine: Any
@@ -60,8 +60,11 @@ Hurt = Callable[[Bench], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """named: what the finding's name begins with; "" for none. when: it is put in "before" the push, "after" it, or once rows are "drawn";
-    "late": rows are drawn before the push."""
+    """A fault.
+
+    named: beginning of the finding's name; "" for none. when: applied "before" the sync, "after" it, or once rows are "drawn"; "late": rows
+    are drawn before the sync.
+    """
 
     what: str
     named: str
@@ -72,7 +75,7 @@ class Fault:
 
 
 def _stale(weight: Any, size: float) -> None:
-    """Moves a weight by this share of its size, the same way each time."""
+    """Change a weight by this fraction of its size, with a fixed seed."""
     import torch
 
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
@@ -105,7 +108,7 @@ def _words(bench: Bench) -> None:
 
 
 def _sees_what_follows(bench: Bench) -> None:
-    """The trainer's attention of layer 2 has no causal mask."""
+    """Remove the causal mask of the trainer's layer 2."""
     import dataclasses
 
     core = bench.layers[2].self_attention.core_attention
@@ -119,7 +122,7 @@ def _sees_what_follows(bench: Bench) -> None:
 
 
 def _sees_neighbours(bench: Bench) -> None:
-    """The trainer's layers take all rows of a micro-batch for one."""
+    """Make the trainer's layers treat all rows of a micro-batch as one."""
     import dataclasses
 
     from megatron_grpo.core.policy.packed_batch import EqualLengthRuns
@@ -135,12 +138,12 @@ def _sees_neighbours(bench: Bench) -> None:
 
 
 def _window(bench: Bench) -> None:
-    """The sampler's layer 1 sees the last 16 tokens alone."""
+    """Limit the sampler's layer 1 to the last 16 tokens."""
     bench.theirs.model.layers[1].self_attn.attn.impl.sliding_window = 16
 
 
 def _keeps_copy(place: Callable[[Bench], Any]) -> Hurt:
-    """A push leaves what the kernel of this layer reads in place of its weight as it was."""
+    """Make a sync keep the old copy that the kernel of this layer reads."""
 
     def hurt(bench: Bench) -> None:
         take, layer = bench.engine.load_weights, place(bench)
@@ -156,7 +159,7 @@ def _keeps_copy(place: Callable[[Bench], Any]) -> Hurt:
 
 
 def _loses_a_tensor(bench: Bench) -> None:
-    """A push leaves one tensor out, and says nothing."""
+    """Make a sync leave out one tensor without an error."""
     load = bench.engine._weights.load
     lost = "model.layers.1.post_attention_layernorm.weight"
 
@@ -189,7 +192,7 @@ def _gelu(bench: Bench) -> None:
 
 
 def _one_rank(hurt: Hurt) -> Hurt:
-    """On rank 1 alone."""
+    """Apply a fault on rank 1 only."""
     return lambda bench: hurt(bench) if bench.rank == 1 else None
 
 
@@ -295,7 +298,10 @@ CLEAN = tuple(
 
 
 def make_bench(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: str = "float32", parallel: Any = None) -> Bench:
-    """paths: of the model that the sampler begins with, and of the trainer's. parallel: from `parity_cases.join`. Collective."""
+    """Build trainer and sampler.
+
+    paths: models of the sampler's start and of the trainer. parallel: from `parity_cases.join`. Collective.
+    """
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.settings import RolloutConfig
     from tests.parity_cases import build, settings
@@ -309,7 +315,7 @@ def make_bench(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: st
 
 
 def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -> Any:
-    """(the worst row, what was found of it). Collective."""
+    """Return (the worst row, its finding). Collective."""
     import random
 
     import numpy as np
@@ -367,7 +373,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 def find_mismatches(
     rank: int, world: int, paths: Sequence[str | Path], places: Sequence[int], dtype: str = "float32"
 ) -> list[dict[str, Any]]:
-    """What is found of each of these of FAULTS + CLEAN, which share model and layout. For `run_ranks`."""
+    """Return the findings of these of FAULTS + CLEAN, which share model and layout. For `run_ranks`."""
     from megatron_grpo.commands.analysis.operations import first_difference
     from tests.parity_cases import join, settings
 
@@ -392,7 +398,7 @@ def is_right(one: Fault, found: dict[str, Any]) -> bool:
 
 
 def random_model(seed: int) -> dict[str, Any]:
-    """Arguments of `write_tiny`: a family, sizes and a spread of the weights, drawn from the seed."""
+    """Return random arguments of `write_tiny`: a family, sizes and the spread of the weights."""
     import random
 
     draw = random.Random(seed)
@@ -407,7 +413,7 @@ def random_model(seed: int) -> dict[str, Any]:
 
 
 def find_random_mismatches(rank: int, world: int, paths: Sequence[str | Path], seed: int, dtype: str) -> list[dict[str, Any]]:
-    """What is found where nothing is wrong, of models of other sizes in one process. For `run_ranks`."""
+    """Return the findings of random models without a fault, in one process. For `run_ranks`."""
     from tests.parity_cases import join, settings
 
     parallel, found = join(settings(), world), []

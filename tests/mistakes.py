@@ -1,4 +1,4 @@
-"""Another line in a module of this process, so that a test shows that it would be seen."""
+"""Mutations: replace a line in a module of this process, to check that a test detects it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def mistake(module: str, right: str, wrong: str) -> Iterator[None]:
-    """Functions and methods keep their identity, whoever imported them: only their code changes. Numbers of the module change too."""
+    """Replace the code of functions and methods in a module; they keep their identity, whoever has imported them. Constants change too."""
     found = importlib.import_module(module)
     source = inspect.getsource(found)
     assert right in source, f"{module} has no {right!r}"

@@ -1,4 +1,4 @@
-"""Draws config.json's of odd sizes for `tests/odd_sizes.py`: legal, and such as nobody would choose."""
+"""Random config.json files with unusual but valid sizes, for `tests/odd_sizes.py`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SPARSE = (
 
 
 def draw(rng: random.Random, family: str, layout: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Settings of `write_tiny`. layout: parallel sizes, most draws of which divide; the others are to be refused."""
+    """Return settings of `write_tiny`. Most of the sizes are divisible by the sizes of `layout`; the others must be rejected."""
     layout = layout or {}
     tp, ep, stages = layout.get(cases.TP, 1), layout.get(cases.EP, 1), layout.get(cases.PP, 1) * layout.get(cases.VPP, 1)
     etp = layout.get(cases.ETP) or tp
 
     def size(*sizes: int, ranks: int = 1) -> int:
-        """One of these; mostly made a multiple of so many ranks."""
+        """Return one of these sizes, usually made a multiple of the number of ranks."""
         chosen = rng.choice(sizes)
         return chosen if rng.random() < 0.05 else -(-chosen // ranks) * ranks
 
@@ -187,7 +187,7 @@ def _rope(rng, family: str) -> dict[str, Any]:
 
 
 def older_spelling(path: Path) -> None:
-    """The config.json as transformers 4 writes it: what a rope is beside what it is scaled by, a theta for each kind of layer."""
+    """Return the config.json with the keys of transformers 4: rope scaling in one field, one theta per kind of layer."""
     file = path / "config.json"
     config = json.loads(file.read_text())
     given = config.pop("rope_parameters", None) or {}
@@ -208,7 +208,7 @@ def older_spelling(path: Path) -> None:
 
 
 def forget(rng: random.Random, path: Path) -> None:
-    """Up to three keys of config.json are not there: what their defaults are is part of what a family is."""
+    """Remove up to three keys of config.json, so that the family's defaults apply."""
     file = path / "config.json"
     config = json.loads(file.read_text())
     for key in rng.sample(sorted(config.keys() - {"architectures", "model_type"}), 3):

@@ -1,8 +1,8 @@
-"""Models of sizes that nobody would choose, drawn at random for each family, against transformers: for `tools/parity.py --odd`.
+"""Models with random unusual sizes of each family, against transformers: for `tools/parity.py --odd`.
 
-One to twelve heads in one to all groups, heads of 6 to 40 channels whatever the width, windows of 1 token or more than there are, any
-pattern of layers, biases on and off, each kind of rope, vocabularies that nothing divides, any number of experts. Each model is either
-refused by a sentence before anything loads, or its log-probs of packed sequences, every gradient and what it exports are transformers'.
+Sizes: one to twelve heads in one to all groups, head sizes of 6 to 40 at any width, windows of 1 token or longer than the sequence, any
+pattern of layers, biases, each kind of rope, indivisible vocabularies, any number of experts. A model is either rejected before anything
+loads, or its log-probs of packed sequences, all gradients and exports equal transformers'.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST, NONE = 1e-3, 1e-9
 
 @dataclass(frozen=True)
 class Odd:
-    """A model that was drawn, with what transformers makes of it."""
+    """A random model with transformers' results."""
 
     number: int
     family: str
@@ -45,7 +45,10 @@ class Odd:
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: equal, refused, wrong, crashed, or undecided where float32 cannot tell. said: the sentences of a refusal, or what is wrong."""
+    """Result of a model.
+
+    kind: equal, refused, wrong, crashed, or undecided where float32 is not precise enough. said: the errors of a refusal, or what is wrong.
+    """
 
     kind: str
     said: str = ""
@@ -54,7 +57,7 @@ class Outcome:
 
 
 def refusals(path: Path, layout: cases.Case) -> list[str]:
-    """What a run would say of this model before anything loads."""
+    """Return the errors of a run with this model before anything loads."""
     flags = {**layout.settings, "model": path, "max_prompt_length": LONGEST - 16, "max_completion_length": 16, "torch_dtype": "float32",
              "num_generations": 8, "steps_per_generation": 1, "global_batch_size": 8, "micro_batch_size": 1}  # fmt: skip
     argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value).lower() if isinstance(value, bool) else str(value))]
@@ -66,7 +69,7 @@ def refusals(path: Path, layout: cases.Case) -> list[str]:
 
 
 def prepare(folder: Path, number: int, family: str, seed: int, layout: cases.Case) -> Odd | Outcome | None:
-    """None where transformers itself does not take what was drawn; an Outcome where the model is refused."""
+    """Return the model and its reference; None if transformers rejects it; an Outcome if the package rejects it."""
     rng = random.Random(f"{seed} {number} {family}")
     changes, path = draw(rng, family, layout.settings), folder / f"{number} {family}"
     try:
@@ -89,7 +92,7 @@ def prepare(folder: Path, number: int, family: str, seed: int, layout: cases.Cas
 
 
 def at_a_clamp(model, samples) -> bool:
-    """Whether some gate is so near to its clamp (gpt-oss) that float32 may see it on the other side."""
+    """Return whether a gate is so near its clamp (gpt-oss) that float32 may be on the other side."""
     nearest = []
 
     def look(experts, args, output):
@@ -109,7 +112,7 @@ def at_a_clamp(model, samples) -> bool:
 
 
 def _is_theirs(error: Exception) -> bool:
-    """transformers checks what it is given by its own rules, and says so in these."""
+    """Return whether an error is raised by transformers' own checks."""
     return (
         isinstance(error, (ValueError, RuntimeError, UnboundLocalError, ZeroDivisionError, TypeError, KeyError))
         or "Validation" in type(error).__name__
@@ -117,7 +120,7 @@ def _is_theirs(error: Exception) -> bool:
 
 
 def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str, Any], tamper=None) -> list[Outcome]:
-    """By the package, on real ranks, which take one model after another. tamper(policy): breaks something first."""
+    """Return the results of the package on real ranks, one model after another. `tamper(policy)` applies a mutation first."""
     parallel, found = cases.join(cases.settings(**settings), world), []
     for odd in models:
         try:
@@ -158,7 +161,7 @@ def _measure_one(rank: int, world: int, odd: Odd, cfg, parallel, tamper) -> Outc
 
 
 def gradient_error(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> tuple[float, str]:
-    """The worst tensor: the norm of the difference over its own, or over LEAST of that of all where it has less."""
+    """Return the error of the worst tensor: norm of the difference over its norm, or over LEAST of the norm of all if that is larger."""
     assert found.keys() == right.keys(), sorted(found.keys() ^ right.keys())[:4]
     whole = float(np.sqrt(sum(float((tensor.astype(np.float64) ** 2).sum()) for tensor in right.values())))
 
@@ -172,7 +175,10 @@ def gradient_error(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarr
 def outcomes(
     folder: Path, numbers: Sequence[int], seed: int, layout: cases.Case, tamper=None
 ) -> dict[tuple[int, str], tuple[Outcome, Mapping[str, Any]]]:
-    """By (number, family), with what was drawn: number i is of the i-th family, and so on around. Nothing for what transformers refuses."""
+    """Yield results by (number, family), with the settings; number i is of the i-th family, cyclically.
+
+    None for models that transformers rejects.
+    """
     from tests.ranks import run_ranks
 
     families, models = SPARSE if layout.needs_experts else FAMILIES, list[Odd]()

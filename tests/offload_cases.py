@@ -1,8 +1,7 @@
-"""Training with everything given away between all phases, against the same training with nothing given away: bit for bit.
+"""Training with all memory offloaded between phases, against training without offload, bit for bit.
 
-For `tests/distributed/test_memory_offload.py`, and, with all layouts, `tools/parity.py --only offload`. On a CPU the host's copy is plain
-memory, and
-the storages are emptied all the same.
+For `tests/distributed/test_memory_offload.py` and, with all layouts, `tools/parity.py --only offload`. On a CPU the host's copy is ordinary
+memory, and the storages are emptied all the same.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SMALL = 32 << 10
 
 
 def read_size_inputs(name: str, dtype: str, folder: Path, *, layers: int = 4) -> tuple[Path, int, dict[str, Any]]:
-    """The model's directory, how many ranks, and the settings."""
+    """Return the model's directory, the number of ranks, and the settings."""
     from tests.lora_cases import write_random_adapter
     from tests.tiny_models import write_tiny
 
@@ -69,7 +68,7 @@ Breaks = Callable[[Any, Callable[[], None]], None]
 def differences(
     rank: int, world: int, path: Path, settings: Mapping[str, Any], folder: Path, breaks: Sequence[Breaks] = ()
 ) -> dict[str, list[str]]:
-    """What is not as it is without offload, by name of what was done; all of it is empty where offload changes nothing. For `run_ranks`."""
+    """Return what differs from training without offload, by operation; empty if nothing does. For `run_ranks`."""
     cfg = cases.settings(**settings)
     parallel, rollouts = cases.join(cfg, world), cases.stored_rollout(path, num_steps=STEPS, vocab=125)
     right = list(_train(_policy(path, cfg, parallel, ()), rollouts))
@@ -98,7 +97,7 @@ def differences(
 
 
 class LeftBehind(Exception):
-    """Not all that a policy holds was given away, or more than that."""
+    """The policy did not offload all of its memory, or offloaded more than that."""
 
 
 def _trip(policy) -> None:
@@ -118,14 +117,14 @@ def _policy(path, cfg, parallel, offload):
 
 
 def _leave(policy) -> None:
-    """As before a rollout: first what a push does not need, then the rest."""
+    """Offload as before a rollout: first what a weight sync does not need, then the rest."""
     policy.free_memory(keep="weights")
     policy.free_memory()
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """After a step: what it said, what the policy and its reference make of a sequence, and the weights as they are pushed."""
+    """Result of a step: metrics, log-probs of policy and reference for a sequence, and the weights of the sync."""
 
     said: dict[str, float]
     scores: list[Any]
@@ -157,7 +156,7 @@ def _unlike(found: State, right: State, when: str) -> list[str]:
 
 
 def _left_behind(policy, before: set[int] | None = None) -> list[str]:
-    """What still holds memory when all is away. Looked for by the names of torch's own lists, and once among all tensors of the process."""
+    """Return what still holds memory after offload, by the names of torch's own lists and among all tensors of the process."""
     with policy.on_device("all"):
         named = {name: tensor for name, tensor in _named(policy) if tensor is not None}
         sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in named.values()}
@@ -188,7 +187,7 @@ def _named(policy) -> Iterator[tuple[str, Any]]:
 
 
 def _held(policy) -> dict[int, int]:
-    """{storage: bytes} of every tensor of this process, the host's copies left out."""
+    """Return {storage: bytes} of all tensors of this process except host copies."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     host = {t.untyped_storage()._cdata for chunks in (policy.offloader._host.values() if policy else ()) for t in chunks}

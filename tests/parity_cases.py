@@ -1,7 +1,7 @@
-"""One optimizer step from a stored rollout: by the package on real ranks, and by transformers in float64 in one process.
+"""One optimizer step from a stored rollout: the package on real ranks, against transformers in float64 in one process.
 
-What `tests/distributed/test_*parity*.py`, `tests/gpu` and `tools/parity.py` compare. A stored rollout is numpy arrays made from a seed:
-tokens, old log-probs near the model's own, advantages. Nothing here reads the clock or samples anything.
+Used by `tests/distributed/test_*parity*.py`, `tests/gpu` and `tools/parity.py`. A stored rollout is numpy arrays drawn from a seed: tokens,
+old log-probs near the model's own, advantages. Nothing here reads the clock or samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout (or another way to run the same step): so many ranks, and the settings that make it."""
+    """A layout, or another way to run the same step: number of ranks and settings."""
 
     world_size: int
     settings: dict[str, Any]
@@ -174,23 +174,23 @@ WAYS = {
 
 
 def suits(layout: Case, model: str) -> bool:
-    """Megatron-Core trains experts under tensor parallelism with sequence parallelism only."""
+    """Return whether a model can run in a layout: Megatron-Core trains experts under tensor parallelism only with sequence parallelism."""
     if model not in WITH_EXPERTS:
         return not layout.needs_experts
     return layout.settings.get(TP, 1) == 1 or SP in layout.settings
 
 
 def is_legal(layout: Case, cut: Mapping[str, int], num_rows: int = NUM_ROWS) -> bool:
-    """Whether this many completions make whole micro-batches, as many on every rank."""
+    """Return whether these sizes give whole micro-batches, equally many on each rank."""
     s = layout.settings
     dp = layout.world_size // (s.get(TP, 1) * s.get(PP, 1) * s.get(CP, 1))
     return num_rows % (cut.get("micro_batch_size", 1) * dp * (s[PP] if VPP in s else 1)) == 0
 
 
 def compare(model: str, path: str | Path, layout: Case, runs: Mapping[Any, Mapping[str, Any]], batches, references) -> dict[Any, Distance]:
-    """Every run, on the same ranks one after another, against its reference: the worst rank's distance of each.
+    """Run all settings on the same ranks, and return the worst rank's `Distance` of each from its reference.
 
-    runs: settings by key; references: what each should give, by the same key.
+    runs: settings by key. references: expected results by the same key.
     """
     from tests.ranks import run_ranks
 
@@ -206,9 +206,10 @@ def compare(model: str, path: str | Path, layout: Case, runs: Mapping[Any, Mappi
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """losses, grad_norms: one per optimizer step. gradients: of the first step, before clipping. weights: after the last one.
+    """Result of training.
 
-    Tensors are whole, under their Hugging Face names.
+    losses, grad_norms: one per optimizer step. gradients: of the first step, before clipping. weights: after the last step. Tensors are
+    complete, under Hugging Face names.
     """
 
     losses: list[float]
@@ -218,7 +219,7 @@ class Trained:
 
 
 def settings(**changes: Any) -> Config:
-    """A float32 configuration with `changes` of any setting, whatever its group."""
+    """Return a float32 configuration with `changes` of any settings."""
     # Clipping always bites, so that a wrong norm shows. Adam divides a gradient by its own size: without an epsilon, elements whose
     # gradient is rounding noise would move as far as any other, in a random direction.
     base = dict(torch_dtype="float32", padded_vocab_multiple=4, lr=2e-3, weight_decay=0.1, clip_grad=0.5, adam_eps=1e-5, temperature=0.9,
@@ -236,9 +237,10 @@ def stored_rollout(
     temperature: float = 0.9,
     stale: float = 0.5,
 ) -> list[list[Sample]]:
-    """Samples of `num_steps` global batches. `stale` is the share of rows that carry old log-probs; the others are on-policy.
+    """Return samples of `num_steps` global batches.
 
-    A third of the advantages is negative, and smaller: a loss whose terms cancel has a large relative error and says nothing.
+    `stale` is the fraction of rows with old log-probs; the others are on-policy. A third of the advantages is negative and smaller, because
+    a loss whose terms cancel has a large relative error.
     """
     from tests.tiny_models import load_tiny
 
@@ -257,7 +259,7 @@ def stored_rollout(
 
 
 def shared_rollout(path: str | Path, *, num_steps: int = 1) -> list[list[Sample]]:
-    """SHARED_GROUPS, with a completion that begins like another, one that is another, and two groups of one prompt."""
+    """Return SHARED_GROUPS with two completions that begin alike, two equal ones, and two groups of one prompt."""
     steps = stored_rollout(path, num_steps=num_steps, vocab=125, groups=SHARED_GROUPS)
     for samples in steps:
         for longer, shorter in ((7, 3), (4, 0)):
@@ -269,7 +271,7 @@ def shared_rollout(path: str | Path, *, num_steps: int = 1) -> list[list[Sample]
 
 
 def with_zero_std(steps: Sequence[Sequence[Sample]], *prompts: int) -> list[list[Sample]]:
-    """The steps, where the groups of these prompts have equal rewards."""
+    """Return the steps with equal rewards in the groups of these prompts."""
     return [
         [dataclasses.replace(one, advantage=0.0, is_zero_std=True) if one.prompt_number in prompts else one for one in step]
         for step in steps
@@ -277,7 +279,7 @@ def with_zero_std(steps: Sequence[Sequence[Sample]], *prompts: int) -> list[list
 
 
 def with_prefix(group: Sequence[Sample]) -> list[Sample]:
-    """A group whose rows know what they all begin with, as those of a rollout do."""
+    """Return a group whose rows have their common prefix, like those of a rollout."""
     from megatron_grpo.core.batching.prefix_groups import common_prefix, list_contexts
 
     prefix = common_prefix(group, list_contexts(group))
@@ -285,7 +287,7 @@ def with_prefix(group: Sequence[Sample]) -> list[Sample]:
 
 
 def _sample(rng, model, place: tuple[int, int, int], prompt, completion, temperature: float, is_stale: bool) -> Sample:
-    """place: (step, row, number of the prompt)."""
+    """Return one sample; `place` is (step, row, prompt number)."""
     from tests.tiny_models import hf_logprobs
 
     step, row, prompt_number = place
@@ -314,7 +316,7 @@ def _sample(rng, model, place: tuple[int, int, int], prompt, completion, tempera
 
 
 def join(cfg: Config, world: int):
-    """This rank's place in the job that `cfg` lays out. Once a process."""
+    """Initialize the process groups of `cfg`'s layout. Once per process."""
     from megatron_grpo.core.parallel.layout import Layout
     from megatron_grpo.core.parallel.state import start
 
@@ -324,7 +326,7 @@ def join(cfg: Config, world: int):
 
 
 def build(path: str | Path, cfg: Config, world: int, parallel=None):
-    """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
+    """Build the policy in `cfg`'s layout. Pass `parallel` of `join` if several policies share a process."""
     from megatron_grpo.core.policy import gated_delta_net
     from megatron_grpo.run.assemble.policy import build_policy
 
@@ -337,14 +339,14 @@ def build(path: str | Path, cfg: Config, world: int, parallel=None):
 
 
 def find_step(samples: Sequence[Sample], index: int, rows_per_slice: int):
-    """The timetable's row for one global batch of these samples, in order."""
+    """Return the schedule's step for one global batch of these samples, in order."""
     slices = [(first, first + rows_per_slice) for first in range(0, len(samples), rows_per_slice)]
     micro_steps = [SimpleNamespace(rollout=samples[first].rollout, rows=(first, end), on_policy_version=index) for first, end in slices]
     return SimpleNamespace(index=index, micro_steps=micro_steps, last_use=())
 
 
 def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], tamper=None, parallel=None) -> Trained:
-    """The package's own path: split, train_step, named_weights. tamper(policy): breaks something first (to see the comparison fail)."""
+    """Train with the package: split, train_step, named_weights. `tamper(policy)` applies a mutation first."""
     policy = build(path, cfg, world, parallel)
     if tamper is not None:
         tamper(policy)
@@ -368,7 +370,7 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
 
 
 def make_batch(policy, samples: Sequence[Sample], index: int):
-    """This rank's share of one global batch of these samples, as the loop cuts it."""
+    """Return this rank's part of one global batch of these samples, split like in the training loop."""
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
@@ -378,14 +380,14 @@ def make_batch(policy, samples: Sequence[Sample], index: int):
 
 
 def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Teacher-forced log-probs at temperature 1 of every token but the first."""
+    """Return teacher-forced log-probs at temperature 1 of all tokens but the first."""
     from megatron_grpo.core.rollout.probes import make_sequence
 
     return [scored[1:] for scored in policy.scorer.score([make_sequence(tokens) for tokens in sequences], temperature=1.0)]
 
 
 def full_gradients(policy) -> dict[str, np.ndarray]:
-    """Every gradient of what trains, after the reductions of a step, under its Hugging Face or PEFT name. Collective."""
+    """Return all gradients after the reductions of a step, under Hugging Face or PEFT names. Collective."""
     for chunk in policy.wrapped:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             if buffer.ddp_config.use_distributed_optimizer:
@@ -401,7 +403,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _complete(buffer) -> None:
-    """A reduce-scatter left each rank its own shard of every bucket valid: put them together in place."""
+    """Gather each bucket's shards in place: a reduce-scatter leaves each rank only its own shard."""
     group = buffer.data_parallel_group
     size = dist.get_world_size(group)
     for bucket in buffer.buckets if size > 1 else []:
@@ -411,13 +413,13 @@ def _complete(buffer) -> None:
 
 
 def find_peak_learning_rate(name: str, o: OptimizerConfig) -> OptimizerConfig:
-    """With the peak learning rate of a parameter, by its name in transformers' model or in a file."""
+    """Return the settings with the peak learning rate of a parameter, by its name in the model or the file."""
     given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(find_part(name))
     return o if given is None else dataclasses.replace(o, lr=given, min_lr=min(o.min_lr, given))
 
 
 def learning_rate(o: OptimizerConfig, step: int, num_steps: int | None) -> float:
-    """Of the optimizer step with this index: a line from 0 while it warms up, then down to min_lr, reached after the last step."""
+    """Return the learning rate of an optimizer step: linear warm-up from 0, then linear decay to min_lr after the last step."""
     warmup = o.lr_warmup_iters if o.lr_warmup_fraction is None else round(o.lr_warmup_fraction * num_steps)
     if step < warmup:
         return o.lr * step / warmup
@@ -431,9 +433,9 @@ def learning_rate(o: OptimizerConfig, step: int, num_steps: int | None) -> float
 
 
 def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]] | Callable) -> Trained:
-    """The same steps by transformers' model and the written-out mathematics, all in float64, one sequence at a time, AdamW by hand.
+    """Train with transformers' model and the formulas in float64, one sequence at a time, with a hand-written AdamW.
 
-    batches: or a function of model and KL reference, which yields each step's samples as the two stand before that step.
+    batches: the samples of each step, or a function of model and KL reference that yields them.
     """
     from tests.tiny_models import load_tiny
 
@@ -485,7 +487,7 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
 
 
 class float32_means_float64:
-    """transformers computes norms, softmax, routing and states in float32 by name or by `.float()`, whatever the model's dtype."""
+    """Context in which transformers' explicit float32 casts (norms, softmax, routing, states) keep float64."""
 
     def __enter__(self):
         self.sampling_mask = torch.float32, torch.float
@@ -499,7 +501,7 @@ class float32_means_float64:
 
 @contextlib.contextmanager
 def _router_losses(model):
-    """One entry a sequence and layer: the sum over its tokens, but for the last, of logsumexp(router logits)^2."""
+    """Return one entry per sequence and layer: the sum over its tokens, except the last, of logsumexp(router logits)^2."""
     found = []
 
     def remember(router, inputs, output):
@@ -514,7 +516,7 @@ def _router_losses(model):
 
 @contextlib.contextmanager
 def forced_routes(model, experts: np.ndarray | None):
-    """Tokens of one sequence take these experts [T, MoE layers, k], weighed by what the router makes of its logits; -1: its own choice."""
+    """Route tokens of one sequence to these experts [T, MoE layers, k], weighted by the router's logits; -1: the router's own choice."""
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")] if experts is not None else []
 
     def route(gate, place: int, free):
@@ -544,7 +546,7 @@ def forced_routes(model, experts: np.ndarray | None):
 
 
 def with_routes(samples: Sequence[Sample], layers: int, *, experts: int = 4, k: int = 2, seed: int = 0, free: float = 0.1) -> list[Sample]:
-    """The samples with random experts for each token and layer, or none (`free`: of 1). What a group begins with has the same ones."""
+    """Return the samples with random experts for each token and layer, or none (`free`: of 1). A group's common prefix has equal ones."""
     rng, found = np.random.default_rng(seed), []
     prompts: dict[int, np.ndarray] = {}
     for sample in samples:
@@ -559,7 +561,7 @@ def with_routes(samples: Sequence[Sample], layers: int, *, experts: int = 4, k: 
 
 
 def mask_logits(logits: torch.Tensor, sample: Sample, at: np.ndarray) -> torch.Tensor:
-    """The logits [n, words] that predict the tokens `at`; those of words that were left out for a masked token are far below any other."""
+    """Return the logits [n, vocabulary] that predict the tokens `at`, with tokens outside the sampling mask far below all others."""
     if sample.mask_offsets is None:
         return logits
     left_out, places = torch.zeros(logits.shape, dtype=torch.bool), {token: place for place, token in enumerate(at.tolist())}
@@ -571,8 +573,10 @@ def mask_logits(logits: torch.Tensor, sample: Sample, at: np.ndarray) -> torch.T
 
 
 def with_kept(path: str | Path, samples: Sequence[Sample], *, vocab: int, temperature: float = 0.9, seed: int = 0) -> list[Sample]:
-    """The samples with 1 to 12 random words, the token itself among them, or all words, that each masked token was drawn among. Their
-    log-probs, the sampler's and the old ones, are as far from the model's own as before."""
+    """Return samples with a sampling mask of 1 to 12 random tokens including the sampled one, or of all tokens.
+
+    The log-probs of the sampler and the old ones differ from the model's own as much as before.
+    """
     from tests.tiny_models import load_tiny
 
     model, rng, found = load_tiny(path), np.random.default_rng(seed), []
@@ -622,7 +626,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
 
 
 def _logits(model, sample: Sample) -> torch.Tensor:
-    """[T, words]: each context by itself."""
+    """Return logits [T, vocabulary]; each context is computed separately."""
     if hasattr(model.config, "vision_config"):
         from tests.vision_cases import compute_logits
 
@@ -632,8 +636,7 @@ def _logits(model, sample: Sample) -> torch.Tensor:
 
 
 def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict[str, np.ndarray]:
-    """transformers holds experts of a layer as one tensor since version 5, and models that see under names of their modules; files, and the
-    package, hold one tensor each, under the Hub's names."""
+    """Return tensors under the names of files: transformers 5 holds a layer's experts in one tensor, the Hub one tensor per expert."""
     found, tower = {}, _family(path).tower
     for name, value in tensors.items():
         name = tower.on_the_hub(name) if tower else name
@@ -677,7 +680,7 @@ def _expert(name: str, path, number: int, part: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """Worst relative errors: of the loss, of the gradient norm, of any gradient tensor, of any weight; each with where it is."""
+    """Worst relative errors of the loss, the gradient norm, any gradient tensor and any weight, each with its name."""
 
     loss: float
     grad_norm: float
@@ -688,7 +691,7 @@ class Distance:
 
     @classmethod
     def failed(cls) -> Distance:
-        """Of a run that did not come to its end."""
+        """Return the distance of a run that failed."""
         return cls(math.inf, math.inf, math.inf, math.inf, "", "")
 
     def within(self, loss: float = 1e-6, gradient: float = 1e-5, weight: float = 1e-5) -> bool:
@@ -696,7 +699,7 @@ class Distance:
 
 
 def distance(found: Trained, right: Trained) -> Distance:
-    """A tensor's relative error is the norm of the difference over the norm of the tensor. Raises where a tensor is missing."""
+    """Return the errors of a run; of a tensor the norm of the difference over its norm. Raises if a tensor is missing."""
     gradient, worst_gradient = _worst(found.gradients, right.gradients)
     weight, worst_weight = _worst(found.weights, right.weights)
     loss = relative_error(found.losses[:1], right.losses[:1])
@@ -711,7 +714,7 @@ def merge_worst(distances: Sequence[Distance]) -> Distance:
 
 
 def relative_error(found, right) -> float:
-    """Of a vector or a tensor, by its norm; absolute where it should be 0."""
+    """Return the relative error of a vector or tensor by its norm; absolute if it should be 0."""
     found, right = np.asarray(found, dtype=np.float64), np.asarray(right, dtype=np.float64)
     size = np.linalg.norm(right)
     return float(np.linalg.norm(found - right) / size) if size else float(np.linalg.norm(found))

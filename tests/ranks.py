@@ -1,7 +1,7 @@
-"""`run_ranks`: run a function on N real gloo ranks and get back what each returned.
+"""`run_ranks`: run a function on N real gloo ranks, and return the result of each.
 
-The ranks are forked from one zygote (tests/zygote.py) per test process, which starts at the first call and takes about 8 s; after
-that a run costs about 0.2 s plus the function.
+The ranks are forked from one zygote (tests/zygote.py) per test process. It starts at the first call in about 8 s; after that a run costs
+about 0.2 s plus the function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENVIRONMENT = {
 
 
 class RanksFailed(AssertionError):
-    """Some rank raised, died or did not finish. `errors` maps rank -> traceback of those that said why."""
+    """A rank raised, exited or did not finish. `errors` maps rank to traceback, for ranks that have one."""
 
     def __init__(self, message: str, errors: Mapping[int, str]):
         super().__init__(message)
@@ -51,11 +51,11 @@ class RanksFailed(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """Runs `fn(rank, world_size, *args)` on `world_size` processes that share a gloo default group; returns their results by rank.
+    """Run `fn(rank, world_size, *args)` on `world_size` processes with a gloo default group; return the results by rank.
 
-    `fn` may be a closure or a lambda: functions of test modules travel by value, so asserts inside them explain themselves.
-    `timeout` is in seconds and covers the whole run; `env` adds environment variables to the ranks (too late for those that torch reads at
-    import). Raises RanksFailed with every traceback and the tail of what each rank printed; where a rank hung, with the line it hung at.
+    `fn` may be a closure or a lambda: functions of test modules are pickled by value, so their asserts are explained. `timeout` is in
+    seconds and covers the whole run; `env` adds environment variables to the ranks (too late for those that torch reads at import). Raises
+    RanksFailed with all tracebacks and the end of each rank's output; for a rank that hung, with the line at which it hung.
     """
     outcomes, reason = _zygote().run(fn, world_size, args, timeout, env or {})
     if reason is None:
@@ -125,9 +125,7 @@ def _zygote() -> _Zygote:
 
 
 def _by_value(fn: Callable, args: tuple) -> bytes:
-    """Pickles the call. A test module is not imported again in the ranks: its functions travel as code, asserts rewritten by pytest and
-    all.
-    """
+    """Pickle the call. Functions of a test module are pickled as code, with asserts rewritten by pytest, so ranks do not import it."""
     module = inspect.getmodule(inspect.unwrap(fn))
     is_test = module is not None and Path(getattr(module, "__file__", "") or "").name.startswith(("test_", "conftest"))
     if not is_test:

@@ -1,4 +1,4 @@
-"""Dumps for the referee: by the real TRL and the hook of its page, and by writers of the other systems."""
+"""Dumps for the referee: by the real TRL with the hook of its page, and by stand-ins of the other frameworks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ G = 4
 
 
 def read_hook(system: str) -> str:
-    """The program on a system's page."""
+    """Return the program on a framework's page."""
     return re.search(r"```python\n(.*?)```", (DOCS / f"referee_{system}.md").read_text(), re.DOTALL)[1]
 
 
 def spoiled(base: type, faults: dict[str, tuple[str, str]]) -> type:
-    """A class with copies of TRL's own methods, in which some text is replaced: method -> (text, text instead)."""
+    """Return a class with copies of TRL's methods in which some text is replaced: method -> (old text, new text)."""
     from trl.trainer import grpo_trainer
 
     body = ""
@@ -40,11 +40,11 @@ def spoiled(base: type, faults: dict[str, tuple[str, str]]) -> type:
 
 
 def trainer_class(faults: dict[str, tuple[str, str]]) -> type:
-    """TRL's trainer on tables of log-probs, with faults, under the hook of the page."""
+    """Return TRL's trainer on tables of log-probs, with faults, under the hook of the page."""
     from tests.unit.grpo.test_against_trl import TableLogprobTrainer
 
     class OfRows(TableLogprobTrainer):
-        """The first token of a prompt says which row it is."""
+        """A trainer in which the first token of a prompt is the index of its row."""
 
         def _generate(self, prompts):
             _, *others = super()._generate(prompts)
@@ -63,7 +63,7 @@ def trainer_class(faults: dict[str, tuple[str, str]]) -> type:
 
 def trl_dump(folder: Path, seed: int, *, micro_batches: int = 1, faults=None, rewards=None, rows: int = 16, dtype=torch.float32, funcs=2,
              weights=None, share_on_policy=0.0, fresh=False, **settings) -> Path:  # fmt: skip
-    """One optimizer step of TRL's own code with its hook; returns the folder of its files."""
+    """Take one optimizer step of TRL's code with its hook; return the directory of its files."""
     from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
     completions = random_batch(seed, rows, share_on_policy=share_on_policy, dtype=torch.float32)
@@ -101,7 +101,7 @@ def trl_dump(folder: Path, seed: int, *, micro_batches: int = 1, faults=None, re
 
 
 def make_batch(seed: int, rows: int = 16) -> dict[str, torch.Tensor]:
-    """Padded tensors of a random batch, and rewards."""
+    """Return padded tensors of a random batch, and rewards."""
     completions = random_batch(seed, rows, share_on_policy=0.0)
     width = MAX_COMPLETION_LENGTH
     found: dict[str, torch.Tensor] = {}
@@ -118,7 +118,7 @@ def make_batch(seed: int, rows: int = 16) -> dict[str, torch.Tensor]:
 
 
 def ppo(logp, old, advantages, low=0.2, high=0.2, dual=None, *, wrong=""):
-    """-min(r A, clip(r) A), and with `dual` at most -dual A where A < 0: verl's and slime's policy loss."""
+    """Return -min(r A, clip(r) A), and with `dual` at most -dual A where A < 0: verl's and slime's policy loss."""
     r = torch.exp(logp - old)
     pick = torch.minimum if wrong == "clip" else torch.maximum
     loss = pick(-r * advantages, -r.clamp(1 - low, 1 + high) * advantages)
@@ -132,7 +132,7 @@ def fake(name: str, **members) -> ModuleType:
 
 
 def modules(**named) -> dict[str, ModuleType]:
-    """Modules by dotted name ("a__b" is a.b), with every parent."""
+    """Return modules by dotted name ("a__b" is a.b), with all parents."""
     found: dict[str, ModuleType] = {}
     for name, members in named.items():
         parts = name.split("__")
@@ -146,7 +146,7 @@ def modules(**named) -> dict[str, ModuleType]:
 
 
 def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False, kl=0.0, horizon=None) -> Path:
-    """verl 0.8.0 and 0.9.1, verl/workers/utils/losses.py (ppo_loss) and verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
+    """Dump like verl 0.8.0 and 0.9.1: verl/workers/utils/losses.py (ppo_loss), verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
     b = make_batch(seed)
     grouped = b["rewards"].view(-1, G)
     std = grouped.std(dim=1, unbiased=wrong != "n", keepdim=True) + 1e-6
@@ -220,7 +220,7 @@ def run_hook(system: str, made: dict[str, ModuleType], folder: Path) -> dict:
 
 
 def slime_dump(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) -> Path:
-    """THUDM/slime 624b824, slime/backends/megatron_utils/loss.py (policy_loss_function), slime/utils/ppo_utils.py."""
+    """Dump like slime 624b824: slime/backends/megatron_utils/loss.py (policy_loss_function), slime/utils/ppo_utils.py."""
     b = make_batch(seed)
     lengths = b["length"].tolist()
     advantages = slime_advantages(b, wrong)
@@ -272,7 +272,7 @@ def slime_dump(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) ->
 
 
 def slime_advantages(b, wrong=""):
-    """slime/ray/rollout.py, _post_process_rewards."""
+    """Return advantages like slime/ray/rollout.py, _post_process_rewards."""
     grouped = b["rewards"].view(-1, G)
     std = grouped.std(dim=-1, keepdim=True, unbiased=wrong != "n")
     centred = grouped - (grouped.mean(dim=-1, keepdim=True) if wrong != "group" else grouped.mean())
@@ -280,7 +280,7 @@ def slime_advantages(b, wrong=""):
 
 
 def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
-    """THUDM/slime 624b824, slime/observability/train_data_utils.py (_build_dump_payload)."""
+    """Dump like slime 624b824, slime/observability/train_data_utils.py (_build_dump_payload)."""
     b = make_batch(seed)
     advantages, lengths = slime_advantages(b, wrong), b["length"].tolist()
     samples = [
@@ -303,7 +303,7 @@ def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
 
 
 def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0, overlong=False, mode=None) -> Path:
-    """ms-swift 4.6.0, swift/megatron/trainers/grpo_trainer.py (loss_func)."""
+    """Dump like ms-swift 4.6.0, swift/megatron/trainers/grpo_trainer.py (loss_func)."""
     b = make_batch(seed)
     advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(seed)).expand(-1, b["mask"].shape[1])
     truncated = b["length"] == b["length"].max()
@@ -348,7 +348,7 @@ def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0,
 
 
 def swift_completions(folder: Path, seed: int, *, wrong="") -> Path:
-    """ms-swift 4.6.0, rollout_mixin.py and grpo_trainer.py (_build_log_table), swift/rl_core/advantage.py."""
+    """Write completions like ms-swift 4.6.0: rollout_mixin.py and grpo_trainer.py (_build_log_table), rl_core/advantage.py."""
     b = make_batch(seed)
     grouped = b["rewards"].view(-1, G)
     advantages = (

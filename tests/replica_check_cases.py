@@ -1,6 +1,6 @@
-"""Faults that no loss shows, each put into a real policy on real ranks between two steps; and what the check of the second one says.
+"""Faults that no loss shows, each put into a real policy on real ranks between two steps, and the report of the second step's check.
 
-`FAULTS` holds them by name. Numbers are those of the findings in NVIDIA/Megatron-LM issue 7452 that a fault is the likeness of here.
+`FAULTS` has them by name. Numbers in it are those of findings in NVIDIA/Megatron-LM issue 7452 that a fault resembles.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ Q_NORM, EXPERT = "decoder.layers.0.self_attention.q_layernorm.weight", "decoder.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """spoil(policy, rank): after the first step. wrap(policy, rank): a context around the second. late(policy, rank): when the gradient
-    of the second is summed. batch(batch, rank): the second's, changed. says: a part of what is said first; None where the check says
-    nothing."""
+    """A fault.
+
+    spoil(policy, rank): applied after the first step. wrap(policy, rank): a context around the second. late(policy, rank): applied when the
+    gradient of the second is reduced. batch(batch, rank): changes the second batch. says: part of the first finding; None if there must be
+    none.
+    """
 
     settings: dict[str, Any]
     says: str | None
@@ -43,7 +46,7 @@ class Fault:
 
 
 class Looks:
-    """A bystander that checks replicas; `late` comes first."""
+    """A step observer that checks replicas after it has applied `late`."""
 
     def __init__(self, policy: Any, check: ReplicaCheck, late=None):
         self.policy, self.check, self.late, self.found, self.metrics = policy, check, late, None, {}
@@ -70,7 +73,7 @@ def flipped(name: str, *, bit: int = 0):
 
 
 def without(function: str):
-    """Megatron-Core's end of a pass lacks one of its sums."""
+    """Leave out one of the reductions at the end of Megatron-Core's backward pass."""
 
     @contextlib.contextmanager
     def wrap(policy, rank):
@@ -81,7 +84,7 @@ def without(function: str):
 
 
 def unsummed(name: str):
-    """A gradient stays each rank's own: what the buffers held before the sum is put back behind it."""
+    """Restore each rank's own gradient after the reduction."""
 
     @contextlib.contextmanager
     def wrap(policy, rank):
@@ -144,7 +147,7 @@ def unmarked(policy: Any, rank: int) -> None:
 
 
 def alone_in(path: str, attribute: str):
-    """A module gets a group in which each rank is alone."""
+    """Give a module a process group of only its own rank."""
 
     def late(policy, rank):
         import torch.distributed as dist
@@ -268,7 +271,7 @@ def _reference(policy: Any) -> None:
 
 
 def find_replica_faults(fault: Fault, path, samples, parallel, world: int) -> tuple[str | None, str | None, str | None]:
-    """On this rank: what the check of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
+    """Return the findings of the first, clean step and of the second on this rank, and those of the log-prob check."""
     from megatron_grpo.run.assemble.output import version_check
 
     cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logprob_diff_warn=0.6) | fault.settings)
@@ -288,7 +291,7 @@ def find_replica_faults(fault: Fault, path, samples, parallel, world: int) -> tu
 
 
 def seeded(names, models, batches) -> dict[str, list]:
-    """What every rank says of each of these faults, on two ranks; those of one layout share the ranks."""
+    """Return the findings of these faults on all ranks, on two ranks; faults of one layout share the ranks."""
     from tests.ranks import run_ranks
 
     by_layout: dict[str, list[str]] = {}
@@ -310,7 +313,7 @@ def seeded(names, models, batches) -> dict[str, list]:
 
 
 def clean(layout: cases.Case, model: str, path, runs, parallel_settings, steps: int = 2) -> list[list[str]]:
-    """What the replica checks of sound runs say, on rank 0: nothing. runs: (settings, samples by step) of each."""
+    """Return the findings of runs without a fault on rank 0, which must be none. runs: (settings, samples by step) of each."""
     from tests.ranks import run_ranks
 
     def body(rank, world):

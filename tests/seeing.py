@@ -1,4 +1,4 @@
-"""Models that see, with random weights, for tests of data and samplers; pictures of every kind; and prompts with them."""
+"""Vision-language models with random weights, images of all kinds, and prompts with them, for tests of data and samplers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 
 def write_seeing(folder: Path, kind: str = "qwen2_5_vl") -> Path:
-    """A checkpoint with tokenizer and image processor; norms and biases are random too."""
+    """Write a checkpoint with tokenizer and image processor; norms and biases are random too."""
     import make_tiny_vlm
 
     model, _ = make_tiny_vlm.initialize_model(folder, kind, draws_norms=True)
@@ -26,7 +26,7 @@ def write_seeing(folder: Path, kind: str = "qwen2_5_vl") -> Path:
 
 
 def picture(height: int, width: int, *, seed: int = 0, mode: str = "RGB") -> Any:
-    """A PIL image of waves and one bright corner, so that turning it shows."""
+    """Return a PIL image of waves with one bright corner, so that a rotation changes it."""
     from PIL import Image
 
     rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def as_bytes(image: Any, form: str = "PNG", **options: Any) -> bytes:
 
 
 def hf_logprobs(model: Any, sequence: Any, temperature: float = 1.0) -> np.ndarray:
-    """float32 [T - 1]: transformers' log-probs of a sequence's tokens after the first, with the patches of its pictures."""
+    """Return transformers' log-probs of a sequence's tokens after the first, with its images: float32 [T - 1]."""
     import torch
 
     from tests.vision_cases import compute_logits

@@ -1,4 +1,4 @@
-"""Rollout servers for tests: real processes, and the least that speaks to one over HTTP and pushes to it over a link."""
+"""Rollout servers for tests: real processes, a minimal HTTP client, and a sender of weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START = 240.0  # seconds; three processes import torch and vLLM, on a machine th
 
 
 class ServerAnswerError(Exception):
-    """An answer that is not 200."""
+    """An HTTP answer with another status than 200."""
 
     def __init__(self, status: int, sentence: str):
         super().__init__(f"{status}: {sentence}")
@@ -31,7 +31,7 @@ class ServerAnswerError(Exception):
 
 
 class Server:
-    """`megatron-grpo serve` in a session of its own, so that whatever it starts can be found."""
+    """`megatron-grpo serve` in a session of its own, so that all its processes can be found."""
 
     def __init__(self, folder: Path, model: Path, *flags: str, env: Mapping[str, str] | None = None):
         folder.mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ class Server:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, *, timeout: float = 60.0
     ):
-        """A connection and its answer, as any program would ask; with the token where no headers are given."""
+        """Send a request; return connection and answer. The token is sent unless headers are given."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         if headers is None:
             headers = {wire.AUTHORIZATION: f"Bearer {TOKEN}", wire.INCARNATION: self.incarnation}
@@ -64,7 +64,7 @@ class Server:
         return connection, connection.getresponse()
 
     def call(self, path: str, body: Any = None, *, timeout: float = 60.0) -> bytes:
-        """The whole answer. Raises Refusal."""
+        """Return the whole answer. Raises ServerAnswerError."""
         connection, answer = self.request(
             "GET" if body is None else "POST", path, None if body is None else wire.encode(body), timeout=timeout
         )
@@ -84,7 +84,7 @@ class Server:
         return self.state("/claim", wire.ClaimRequest(run=run, incarnation=self.incarnation))
 
     def generate(self, body: wire.GenerateRequest) -> dict[str, wire.GenerateLine]:
-        """Answers by key; those that came before the stream ended."""
+        """Return answers by key; those that came before the stream ended."""
         connection, stream = self.request("POST", "/generate", wire.encode(body))
         try:
             if stream.status != 200:
@@ -95,13 +95,13 @@ class Server:
         return {answer.key: answer for answer in answers if answer is not None}
 
     def processes(self) -> list[str]:
-        """Of its session that are alive, whatever they call themselves."""
+        """Return the living processes of its session."""
         found = subprocess.run(["ps", "-eo", "sid=,stat=,pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
         rows = [line.split(None, 3) for line in found]
         return [" ".join(row) for row in rows if row[0] == str(self.process.pid) and not row[1].startswith("Z")]
 
     def worker_pid(self) -> int:
-        """Of the process that answers requests: the first child of the one that was started. Process IDs may begin again at small ones."""
+        """Return the process ID of the worker that answers requests: the oldest child of the started process."""
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
 
     def find_pid(self, name: str) -> int:
@@ -123,13 +123,13 @@ class Server:
 
 
 class Trainer:
-    """Rank 0 of links to servers."""
+    """Rank 0 of weight-transfer links to servers."""
 
     def __init__(self, seconds: float = 30.0):
         self.meeting, self.seconds, self._number = Rendezvous(), seconds, 0
 
     def link(self, *servers: Server) -> WeightSender:
-        """Of all workers of these servers, which it owns."""
+        """Return a link to all workers of these servers, which the trainer claims."""
         self._number += 1
         name, first, joins = f"link {self._number}", 1, []
         sizes = [server.state().world_size for server in servers]
@@ -146,7 +146,7 @@ class Trainer:
 
 
 class BackgroundCall:
-    """A call in a thread, since a server answers a push only after its sender has done its part."""
+    """A call in a thread: a server answers a sync only after its sender has done its part."""
 
     def __init__(self, call: Any):
         self._result: Any = None
@@ -170,7 +170,7 @@ class BackgroundCall:
 
 def push(link: WeightSender, named: Iterable[tuple[str, Any]], *servers: Server, path: str = "/weights", bucket_bytes: int = 20_000,
          **body: Any) -> list[wire.ServerState]:  # fmt: skip
-    """One push to all of them. Raises what the sender raised, else what a server said."""
+    """Sync weights to all these servers once. Raises the error of the sender, else that of a server."""
     cls = wire.WeightUpdateRequest if path == "/weights" else wire.AdapterUpdateRequest
     asked = [BackgroundCall(lambda server=server: server.state(path, cls(link=link.name, **body))) for server in servers]
     link.send(iter(named), bucket_bytes)

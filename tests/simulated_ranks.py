@@ -1,8 +1,7 @@
-"""One rank of a job of any size, for tests of what it is sent and what it holds: the loop's own code, with the other ranks' parts made up.
+"""One rank of a job of any size, with simulated other ranks, for tests of what it receives and holds.
 
-All ranks do alike, so what another rank hands in follows from what this one does: of its own rows instead of these. `World` stands in for
-`parallel.collectives` and counts bytes, pickled; `World.real` counts the same where there are real ranks, which shows that the stand-in is
-right.
+All ranks behave alike, so the data of another rank is derived from this one's. `World` replaces `parallel.collectives` and counts pickled
+bytes; `World.real` counts the same on real ranks, which validates the simulation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ def count_bytes(value: Any) -> int:
 
 @dataclass
 class World:
-    """size, rank: of the rank that is looked at. sent, received: bytes by what they are for. sent_to: ranks in exchanges."""
+    """Simulated collectives.
+
+    size, rank: of the simulated rank. sent, received: bytes by purpose. sent_to: ranks in exchanges.
+    """
 
     size: int
     rank: int
@@ -39,7 +41,7 @@ class World:
 
     @contextlib.contextmanager
     def named(self, what: str, *, others=None, incoming=None) -> Iterator[None]:
-        """What travels inside is for this."""
+        """Count bytes within the context under this purpose."""
         before = self.what, self.others, self.incoming
         self.what, self.others, self.incoming = what, others or (lambda source, value: value), incoming or dict
         try:
@@ -86,7 +88,7 @@ class World:
 
 
 class Scorer:
-    """The policy, as `SampleBuffer.with_old_logprobs` sees it."""
+    """The part of a policy that `SampleBuffer.with_old_logprobs` uses."""
 
     def old_logprobs(self, micro_batches):
         return [np.zeros(len(micro.targets), dtype=np.float32) for micro in micro_batches], None
@@ -97,7 +99,7 @@ def token_weight_fn(num_masked, *, is_truncated, is_zero_std):
 
 
 class Prompts:
-    """Numbered prompts, all alike."""
+    """Numbered prompts of equal content."""
 
     taken = 0
 
@@ -120,10 +122,10 @@ def right(completions):
 
 
 class OneRank:
-    """The rank that is looked at, and what the others send to it. Its rows are dealt one by one, so that groups are torn apart and all
-    tokens but a few travel.
+    """The simulated rank, and the data that other ranks send to it.
 
-    length: tokens of a completion. groups: prompts of the rollout, over all ranks.
+    Rows are distributed one by one, so groups are split and almost all tokens are sent. length: tokens per completion. groups: prompts of
+    the rollout over all ranks.
     """
 
     def __init__(self, world: World, folder: Any, *, length: int, groups: int, group_size: int = 2):
@@ -147,11 +149,11 @@ class OneRank:
         return make_completion(prompt.token_ids, self.drawn, self.logprobs, text=text, finish_reason="stop", version=version)
 
     def make_text(self, number: int, place: int) -> str:
-        """Each its own: pickle writes one string once."""
+        """Return a unique text: pickle writes a repeated string once."""
         return f"{number:06d} {place} {'word ' * self.length}"
 
     def judged_by(self, source: int) -> range:
-        """Prompts, as the scripted engine deals them."""
+        """Return the prompts that a rank scores, as the scripted engine distributes them."""
         return range(source, self.groups, self.world.size)
 
     def gather_metadata(self, source: int, mine: Any) -> Any:
@@ -160,7 +162,7 @@ class OneRank:
         return [replace(mine[0], prompt_number=number) for number in self.judged_by(source)]
 
     def completions_sent_here(self) -> dict[int, Any]:
-        """Rows that are at home here, from those who judged them."""
+        """Return rows of this rank, from the ranks that scored them."""
         here: dict[int, list[Any]] = {}
         for row in range(self.num_rows):
             number, place = divmod(row, self.group_size)
@@ -170,7 +172,7 @@ class OneRank:
         return here
 
     def tables_sent_here(self) -> dict[int, Any]:
-        """What the other ranks of this node have judged, as columns."""
+        """Return the columns that the other ranks of this node have scored."""
         per_node = self.world.per_node
         if self.me % per_node:
             return {}
@@ -188,7 +190,7 @@ class OneRank:
         return found
 
     def scatter(self, real: Any) -> Any:
-        """`sample_buffer.move_to_dp_ranks`, and what other ranks hold that is wanted here."""
+        """Replace `sample_buffer.move_to_dp_ranks`, with the rows of other ranks."""
 
         def scatter(items, rows, to, parallel):
             theirs: dict[int, list[Any]] = {}
@@ -222,9 +224,9 @@ class OneRank:
 
 
 def simulate_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str, dict[str, int]]:
-    """{"sent", "received", "held": {what for: bytes}} of one rank, from the prompts to the records of two optimizer steps.
+    """Return {"sent", "received", "held": {purpose: bytes}} of one rank for a rollout and two optimizer steps.
 
-    sizes: as `OneRank` takes them.
+    sizes: arguments of `OneRank`.
     """
     from megatron_grpo.core.base.activity import Timers
     from megatron_grpo.core.batching.batch_sizes import BatchSizes

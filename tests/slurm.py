@@ -1,7 +1,7 @@
-"""A cluster of two nodes on this machine: Debian's own slurmctld and two slurmd where they are installed, or else a stand-in.
+"""A Slurm cluster of two nodes on this machine: Debian's slurmctld and two slurmd if they are installed, else a stand-in.
 
-Both take a job file as `sbatch` does, start `srun`'s tasks on each node, send a signal to all processes of a job's steps, and put a job
-back into the queue where `scontrol requeue` says so.
+Both accept a job file like `sbatch`, start `srun`'s tasks on each node, send a signal to all processes of a job's steps, and requeue a job
+on `scontrol requeue`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def wait_for(condition, what: str, seconds: float = SECONDS):
 
 
 class Slurm:
-    """The real one. Without cgroups: processes are found by their parents."""
+    """A real Slurm without cgroups: processes are found by their parents."""
 
     def __init__(self, folder: Path):
         self.folder, host = folder, socket.gethostname().split(".")[0]
@@ -92,11 +92,11 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
         return told.strip()
 
     def send(self, job: str, number: signal.Signals) -> None:
-        """To the processes of the job's steps, as `--signal` does."""
+        """Send a signal to the processes of the job's steps, like `--signal`."""
         self._ask("scancel", f"--signal={number.name.removeprefix('SIG')}", job)
 
     def ended(self, job: str) -> str | None:
-        """How the job has ended; None while it waits or runs."""
+        """Return how the job has ended; None while it waits or runs."""
         state = re.search(r"JobState=(\w+)", self._ask("scontrol", "show", "job", job))[1]
         return None if state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") else state
 
@@ -141,7 +141,7 @@ esac
 
 
 class StandIn:
-    """What the job files and the program see of Slurm, for machines without it: `srun`, `scontrol`, and the variables of a job."""
+    """A stand-in for Slurm: `srun`, `scontrol`, and the environment variables of a job."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -195,7 +195,7 @@ class StandIn:
         (self.folder / f"steps.{job}").unlink(missing_ok=True)
 
     def _processes(self, job: str) -> list[int]:
-        """Of all steps: the tasks and whatever they have started, the oldest first."""
+        """Return the processes of all steps and their children, the oldest first."""
         steps = self.folder / f"steps.{job}"
         found = [int(pid) for pid in steps.read_text().split()] if steps.exists() else []
         for pid in found:  # it grows

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub that speaks as much of its HTTP API as an upload needs; the client is the real one."""
+"""A stand-in for the Hugging Face Hub with the HTTP API of an upload; the client is the real one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ OWNER = "me"
 
 
 class SmallHub:
-    """repositories: {owner/name: {"private": as asked, "files": {path: content}}}. refuses: status of every commit, None to take them."""
+    """A local Hub.
+
+    repositories: {owner/name: {"private": flag of the request, "files": {path: content}}}. refuses: status of every commit; None to accept.
+    """
 
     def __init__(self, refuses: int | None = None):
         self.repositories: dict[str, dict] = {}
@@ -94,7 +97,7 @@ class SmallHub:
 
 
 def use(patch, address: str, **environment: str) -> None:
-    """The client in this process, which has read its environment when it was imported, asks there. patch: pytest's."""
+    """Make the client in this process use the local Hub; it has read its environment at import. patch: pytest's monkeypatch."""
     from huggingface_hub import constants, hf_api
 
     asked = {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN, "HF_TOKEN_PATH": "/nowhere", "HF_HUB_OFFLINE": "0"} | environment

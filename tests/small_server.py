@@ -1,4 +1,4 @@
-"""A rollout server without an engine: real HTTP, real connections, and answers and failures as a test wants them."""
+"""A rollout server without an engine: real HTTP, and answers and failures that the test defines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Lines = Callable[["SmallServer", Any], Iterator[bytes]]
 
 
 def certificate_in(folder: Path) -> tuple[Path, Path]:
-    """(certificate, key) of this machine, by two of its names. The test is skipped where openssl makes none."""
+    """Write (certificate, key) for two names of this machine. Skips the test if openssl cannot."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj",
                            "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"], capture_output=True)  # fmt: skip
@@ -39,11 +39,11 @@ def certificate_in(folder: Path) -> tuple[Path, Path]:
 
 
 class Broken(Exception):
-    """The connection ends here, in the middle of whatever it was."""
+    """The connection ends here."""
 
 
 def answer(request: wire.Request, version: int, **changes) -> wire.GenerateLine:
-    """Tokens that tell the prompt, the seed and the place."""
+    """Return tokens that encode the prompt, the seed and the completion index."""
     drawn = [
         wire.SampledCompletion(
             tokens=np.array([int(request.key), request.seed % 1000, place], np.int32), logprobs=np.full(3, -1.0, np.float32),
@@ -60,7 +60,10 @@ def all_at_once(server: SmallServer, body: wire.GenerateRequest) -> Iterator[byt
 
 
 class SmallServer:
-    """Listens from its making to `close`. lines: what /generate sends; it may raise Broken."""
+    """A server that listens until `close`.
+
+    lines: function that yields the lines of /generate; it may raise Broken.
+    """
 
     def __init__(self, lines: Lines = all_at_once, *, port: int = 0, certificate: tuple[Path, Path] | None = None, **state):
         self.state, self.lines, self.claim = replace(STATE, **state), lines, None
@@ -85,7 +88,7 @@ class SmallServer:
         self._http.server_close()
 
     def took(self, version: int) -> None:
-        """As after a push."""
+        """Set the state after a weight sync."""
         self.state = replace(self.state, version=version, has_base=True)
 
 
@@ -93,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
     owner: SmallServer
 
     def log_message(self, *words) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         self._answer(None)

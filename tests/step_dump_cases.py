@@ -1,4 +1,4 @@
-"""Steps that go wrong on two real ranks, with a witness that keeps them; and their replay by the command."""
+"""Steps with faults on two real ranks and a recorder that dumps them, and their replay with the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import parity_cases as cases
 
 
 def find_step(samples, index: int, rows_per_slice: int) -> ScheduledStep:
-    """As `parity_cases.find_step`, of the timetable's own kind."""
+    """Return the schedule's step like `parity_cases.find_step`."""
     micro_steps = tuple(
         MicroStep(micro_step=n, optimizer_step=index, rollout=samples[first].rollout, pass_index=0, slice_index=n,
                   rows=(first, first + rows_per_slice), sampled_by_version=index, on_policy_version=index,
@@ -55,7 +55,7 @@ def make_step_recorder(policy, cfg, path, folder: Path, *, check: int = 0, ends_
 
 
 def take(policy, step_callback, samples, index: int):
-    """One step, as the loop takes it."""
+    """Take one step like the training loop."""
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
@@ -66,7 +66,7 @@ def take(policy, step_callback, samples, index: int):
 
 
 def flip(tensor: torch.Tensor, at: int, bit: int) -> None:
-    """One bit of one number, in place."""
+    """Flip one bit of one number in place."""
     whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     words = tensor.detach().view(-1).view(whole)
     mask = 1 << bit if bit < 8 * tensor.element_size() - 1 else -(1 << bit)
@@ -74,12 +74,12 @@ def flip(tensor: torch.Tensor, at: int, bit: int) -> None:
 
 
 def fresh(samples, poison: dict[int, dict] | None = None):
-    """On-policy samples, some of them with other fields."""
+    """Return on-policy samples, some of them with changed fields."""
     return [dataclasses.replace(sample, **(poison or {}).get(sample.row, {})) for sample in samples]
 
 
 def replayed(rank: int, world: int, path, *flags: str) -> tuple[int, dict | str]:
-    """`megatron-grpo replay`, by this rank: the exit code, and what it printed, read if it is JSON."""
+    """Run `megatron-grpo replay` on this rank; return the exit code and its output, parsed if it is JSON."""
     from megatron_grpo import cli
 
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""A rank without a model, for tests of `api.launch`: `python -m tests.stub_rank FOLDER`. The first object is what it does."""
+"""A rank without a model for tests of `api.launch`: `python -m tests.stub_rank DIR`. The first object determines its behavior."""
 
 from __future__ import annotations
 

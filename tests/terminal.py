@@ -1,4 +1,4 @@
-"""A program in a real terminal, driven by what it writes."""
+"""A program in a pseudo-terminal, controlled by what it prints."""
 
 from __future__ import annotations
 

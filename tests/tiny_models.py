@@ -1,7 +1,7 @@
-"""Small Hugging Face checkpoints on disk, made in milliseconds: transformers' own classes, random weights, a real tokenizer.
+"""Small Hugging Face checkpoints with random weights and a real tokenizer, written in milliseconds.
 
-The weights are drawn wide (std 0.2): with the usual 0.02 all next-token distributions of a tiny model are nearly flat, and a wrong
-weight hardly moves a log-prob.
+The weights have a standard deviation of 0.2: with 0.02 all next-token distributions of a tiny model are nearly uniform, and a wrong weight
+hardly changes a log-prob.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def write_tiny(
     std: float = 0.2,
     **overrides: Any,
 ) -> Path:
-    """Writes config, safetensors, generation config and tokenizer into `path`; returns it as a Path. `overrides` go to the model's config.
+    """Write config, safetensors, generation config and tokenizer into `path`; return it. `overrides` change the model's config.
 
-    vLLM's CPU kernels take head sizes, and `ffn / TP` of experts, in multiples of 32. `hidden` need not be `heads * head_dim` except for
-    `NARROW`, where it is made so unless `overrides` has a `hidden_size`. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to
-    str(vocab - 1): token id n decodes to "n".
+    vLLM's CPU kernels need head sizes, and `ffn / TP` of experts, in multiples of 32. `hidden` need not be `heads * head_dim` except for
+    `NARROW`, where it is made so unless `overrides` has a `hidden_size`. The vocabulary is `<pad> <bos> <eos> <unk>`, then "4" to str(vocab
+    - 1): token ID n decodes to "n".
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -118,7 +118,7 @@ def write_tiny(
 
 
 def make_hybrid_config(family: str, experts: int, ffn: int) -> dict[str, Any]:
-    """Three of four layers have a state; half of each head turns in the fourth."""
+    """Return the config of a hybrid: three of four layers are recurrent; in the fourth, half of each head is rotated."""
     if family not in HYBRIDS:
         return {}
     states = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20,
@@ -147,7 +147,7 @@ def alternating(layers: int) -> list[str]:
 
 
 def load_tiny(path: str | Path, dtype: str = "float32") -> Any:
-    """The transformers model at `path`, in eval mode: the reference that others are compared with."""
+    """Return the transformers model at `path` in eval mode: the reference of comparisons."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -160,7 +160,10 @@ def load_tiny(path: str | Path, dtype: str = "float32") -> Any:
 
 
 def hf_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Any:
-    """log p(token_ids[t] | token_ids[:t]) for t = 1.. as a float32 tensor [len - 1]."""
+    """Return log p(token_ids[t]
+
+    token_ids[:t]) for t = 1.. as a float32 tensor [len - 1].
+    """
     import torch
 
     ids = torch.tensor([list(token_ids)])
@@ -174,7 +177,7 @@ def _write_tokenizer(path: Path, vocab: int) -> None:
 
 
 def word_tokenizer(vocab: int) -> Any:
-    """Of words: token id n is the word "n", behind the four special ones."""
+    """Return a tokenizer of words: token ID n is the word "n", after four special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

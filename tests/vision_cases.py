@@ -1,7 +1,7 @@
-"""Models that see, a few thousand weights each; rows with pictures of random patches; and transformers' log-probs of them.
+"""Vision-language models with a few thousand weights, rows with images of random patches, and transformers' log-probs of them.
 
-Norms and biases are drawn too: at 1 and 0 a wrong name or order would not show. A rollout for `tests/parity_cases` has groups with one
-picture, with two, with none, and one with a picture that another group shows too; and completions in which the placeholder was drawn.
+Norms and biases are random: at 1 and 0 a wrong name or order would not show. A rollout for `tests/parity_cases` has groups with one image,
+two or none, and one that shares its image with another group; some completions contain the image token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Patches:
-    """A `types.Image` that is nothing but its patches."""
+    """A `types.Image` that consists of its patches."""
 
     key: str
     grid: tuple[int, int, int]
@@ -47,13 +47,13 @@ class Patches:
 
 
 def picture(name: str, rows: int, columns: int, *, side: int = 4) -> Patches:
-    """rows, columns: of patches."""
+    """Return an image; rows and columns count patches."""
     rng = np.random.default_rng(sum(map(ord, name)))
     return Patches(name, (1, rows, columns), rng.normal(size=(rows * columns, 3 * 2 * side * side)).astype(np.float32))
 
 
 def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = False, dtype: str = "float32") -> Path:
-    """Config, safetensors and tokenizer, as transformers writes them."""
+    """Write config, safetensors and tokenizer like transformers."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -102,7 +102,7 @@ def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = Fa
 
 
 def as_on_the_hub(path: Path) -> None:
-    """Transposes the experts of Qwen3-VL: transformers 5 writes them as in memory, and reads both; the Hub and vLLM have them so."""
+    """Transpose the experts of Qwen3-VL to the layout of the Hub and vLLM; transformers 5 writes its own and reads both."""
     from safetensors.torch import load_file, save_file
 
     held = load_file(path / "model.safetensors")
@@ -111,7 +111,7 @@ def as_on_the_hub(path: Path) -> None:
 
 
 def compute_logits(model: Any, sample: Any) -> Any:
-    """[tokens, vocabulary], differentiable. Written out: transformers' own forward takes a drawn placeholder for a picture's."""
+    """Return [tokens, vocabulary], differentiable. Written out, because transformers' forward treats a sampled image token as an image."""
     import torch
 
     core, ids = model.model, torch.from_numpy(sample.token_ids)[None]
@@ -135,7 +135,7 @@ def compute_logits(model: Any, sample: Any) -> Any:
 
 
 def compute_logprobs(model: Any, sample: Any, temperature: float = 1.0) -> np.ndarray:
-    """float32 [T], 0 where the mask is false."""
+    """Return float32 [T], 0 where the mask is false."""
     import torch
 
     with torch.no_grad():
@@ -166,7 +166,7 @@ APART: tuple[Group, ...] = (
 
 
 def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: int = 1, stale: float = 0.5) -> list[list[Sample]]:
-    """Samples of so many global batches. The second completion of each group has a placeholder that was drawn."""
+    """Return samples of this many global batches. The second completion of each group contains a sampled image token."""
     model, rng, steps = load_tiny(path), np.random.default_rng(0), []
     for step in range(num_steps):
         samples: list[Sample] = []
@@ -254,7 +254,7 @@ def far(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
 
 
 def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None) -> tuple[list[np.ndarray], cases.Trained]:
-    """(log-probs of the first batch before any step, what training comes to). What is exported then is the checkpoint, bit for bit."""
+    """Return (log-probs of the first batch before any step, result of training); checks that the first export equals the checkpoint."""
     import torch
 
     from megatron_grpo.core.weights.hf_files import HfReader
@@ -275,6 +275,6 @@ def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None)
 
 
 def all_ways(rank, world, path, layout, ways, batches) -> dict[str, Any]:
-    """`score_and_train`, one way after another on the same ranks."""
+    """Return `score_and_train` of one setting after another, on the same ranks."""
     parallel = cases.join(settings(path, {}, layout), world)
     return {way: score_and_train(rank, world, path, settings(path, chosen, layout), batches, parallel) for way, chosen in ways.items()}

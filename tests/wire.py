@@ -1,4 +1,4 @@
-"""What a rank sends through torch.distributed, counted by a hook: collectives, and the bytes that it receives in them."""
+"""Count what a rank sends through torch.distributed: collectives, and the bytes that it receives in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wire:
 
 @contextlib.contextmanager
 def wire() -> Iterator[Wire]:
-    """Counts what is called as `torch.distributed.<name>` inside the block; one object counts as one collective."""
+    """Count calls of `torch.distributed.<name>` in the context; one object counts as one collective."""
     found, kept = Wire(), {name: getattr(dist, name) for name in _NAMES}
 
     def counted(name):

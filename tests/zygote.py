@@ -1,7 +1,7 @@
-"""The process that ranks are forked from: it has imported everything, owns one thread, and never runs a test itself.
+"""The process that ranks are forked from: it has imported everything, has one thread, and never runs a test itself.
 
-Importing torch, transformers, Megatron-Core and vLLM takes about 7 s; a fork takes milliseconds. It is started by `tests.ranks` as
-`python tests/zygote.py FD` and serves one request at a time over that socket: fork N ranks, collect what they return, kill what is left.
+Importing torch, transformers, Megatron-Core and vLLM takes about 7 s; a fork takes milliseconds. `tests.ranks` starts it as `python
+tests/zygote.py FD`. It serves one request at a time over that socket: fork N ranks, collect their results, kill the remaining processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def send(sock: socket.socket, message: Any) -> None:
 
 
 def receive(sock: socket.socket) -> Any:
-    """One message. Raises EOFError when the other end has gone."""
+    """Return one message. Raises EOFError when the other end has closed."""
     (size,) = struct.unpack("<Q", _exactly(sock, 8))
     return pickle.loads(_exactly(sock, size))
 
@@ -102,7 +102,7 @@ def main(fd: int) -> None:
 
 
 def _prepare_engines() -> None:
-    """What vLLM does in each process before its first engine, and half of that engine's start: it walks all loggers and all modules."""
+    """Do what vLLM does before a process's first engine, half of its start: it walks all loggers and modules."""
     try:
         from vllm.config.logging import LoggingConfig
         from vllm.logger import configure_logging_if_needed
@@ -115,14 +115,14 @@ def _prepare_engines() -> None:
 
 
 def _own_modules() -> list[str]:
-    """The program's modules and those that tests share: to import them was most of what a rank of a short test did."""
+    """Import the package's modules and those that tests share, which took most of the time of a short test's rank."""
     files = [file for folder in ("megatron_grpo", "tests") for file in sorted((ROOT / folder).rglob("*.py"))]
     kept = [file for file in files if not file.name.startswith(("test_", "conftest", "__")) and (file.parent / "__init__.py").exists()]
     return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in kept]
 
 
 def serve(control: socket.socket, request: dict) -> dict:
-    """Runs one request: {"call": pickled, "world_size", "timeout", "path": sys.path, "cwd", "env"} -> {"outcomes": [...], "reason"}."""
+    """Run one request: {"call": pickled, "world_size", "timeout", "path": sys.path, "cwd", "env"} -> {"outcomes": [...], "reason"}."""
     listener = socket.create_server(("127.0.0.1", 0))  # opened here and inherited: nobody can take the port in between
     port = listener.getsockname()[1]
     ranks = [_fork(request, rank, port, listener, control) for rank in range(request["world_size"])]
@@ -136,7 +136,7 @@ def serve(control: socket.socket, request: dict) -> dict:
 
 
 def _supervise(control: socket.socket, ranks: list[Rank], deadline: float, timeout: float) -> str | None:
-    """Until every rank has an outcome. Returns None when all went well, else what went wrong. Leaves no process behind."""
+    """Wait until each rank has an outcome. Returns None on success, else what went wrong. Leaves no process behind."""
     reason = None
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ, None)
@@ -175,7 +175,7 @@ def _supervise(control: socket.socket, ranks: list[Rank], deadline: float, timeo
 
 
 def _read(rank: Rank) -> bool:
-    """Takes what has arrived. True once the rank's outcome is known."""
+    """Read what has arrived. Returns True once the rank's outcome is known."""
     part = rank.result.recv(1 << 20)
     rank.received += part
     if not part:

@@ -1,4 +1,4 @@
-"""What the protocols of `rollout.engine` promise, kept by every engine there is."""
+"""The protocols of `rollout.engine`, tested with each engine: scripted, colocated and rollout servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def model(tmp_path_factory):
 
 
 def build(name, model, rank, world_size, tensor_parallel_size=1):
-    """Imported late: the test process itself never loads vLLM."""
+    """Build an engine by name. Imported late, because the test process itself never loads vLLM."""
     if name == "scripted":
         from tests.end_to_end.scripted import answers
         from tests.scripted_engine import ScriptedEngine
@@ -79,7 +79,7 @@ def test_generate_returns_whole_groups_in_prompt_order(model, name):
 
 
 def test_background_generation_equals_generate_at_its_start(model):
-    """By the engine that can answer in the background; servers are held to it in tests/unit/servers/test_servers.py."""
+    """For the engine that can sample in the background; servers are tested in tests/unit/servers/test_servers.py."""
 
     def body(rank, world_size):
         engine = build("scripted", model, rank, world_size)

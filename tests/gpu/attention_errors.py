@@ -1,4 +1,4 @@
-"""Runs in a process that sees the GPU: attention in parts by its kernel against matrix products, and twice; prints what it found as JSON.
+"""Measure attention with shared prefixes on a GPU: the kernel against matrix products, and twice. Prints JSON.
 
 python -m tests.gpu.attention_errors
 """
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def errors(kernel, segments, cp: int, dtype: torch.dtype, sizes: tuple[int, int, int], device: torch.device) -> dict[str, object]:
-    """Largest relative error of output and gradients, and whether a second pass gave the same bits in deterministic mode."""
+    """Return the largest relative error of output and gradients, and whether a second pass gave the same bits in deterministic mode."""
     channels, heads, groups = sizes
     draw, total = torch.Generator().manual_seed(0), segments[-1].end
     q, k, v, grad = (torch.randn(total, n, channels, generator=draw).to(device, dtype) for n in (heads, groups, groups, heads))

@@ -1,4 +1,4 @@
-"""Runs in a process that sees the GPU: the gated delta rule by its kernel against plain lines in float32, and twice; prints JSON.
+"""Measure the gated delta rule on a GPU: the kernel against plain torch in float32, and twice. Prints JSON.
 
 python -m tests.gpu.delta_rule_errors
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def errors(rule: net.Rule, stream, total: int, dtype: torch.dtype, key_channels: int, value_channels: int) -> dict[str, object]:
-    """Largest relative error of output and gradients, and whether a second pass gave the same bits."""
+    """Return the largest relative error of output and gradients, and whether a second pass gave the same bits."""
     draw, heads = torch.Generator().manual_seed(0), 4
     query, key, value, grad, decay, strength = (
         torch.randn(total, heads, *size, generator=draw).cuda()

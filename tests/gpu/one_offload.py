@@ -1,4 +1,4 @@
-"""Runs in a process of its own on one real GPU: steps with everything given away between them, and steps without; writes what it measured.
+"""Take steps on one GPU with and without offload between them, and write the measurements. Runs in a process of its own.
 
 python -m tests.gpu.one_offload job.pkl out.pkl
 """

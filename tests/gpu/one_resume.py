@@ -1,5 +1,6 @@
-"""Runs in one process on a real GPU: three optimizer steps, and the third of them after a checkpoint of the second was loaded into a new
-policy. Writes the largest difference of a weight, the counts of steps, and the kinds of optimizers.
+"""Take three optimizer steps on a GPU, and the third again after a resume from a checkpoint of the second.
+
+Writes the largest weight difference, the step counts and the optimizer classes.
 
 python -m tests.gpu.one_resume job.pkl out.pkl
 """

@@ -1,4 +1,4 @@
-"""Runs under torchrun on real GPUs: optimizer steps from a stored rollout, as the package takes them; each rank writes what it found.
+"""Take optimizer steps from a stored rollout under torchrun on GPUs; each rank writes its results.
 
 torchrun --nproc_per_node 2 -m tests.gpu.one_step job.pkl out
 """

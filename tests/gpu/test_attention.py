@@ -1,4 +1,4 @@
-"""Attention with parents on a real GPU: flash attention against matrix products in float32. `pytest -s` prints what was measured."""
+"""Attention with shared prefixes on a GPU: flash attention against matrix products in float32. `pytest -s` prints the errors."""
 
 from __future__ import annotations
 

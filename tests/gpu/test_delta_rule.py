@@ -1,4 +1,4 @@
-"""The gated delta rule by flash-linear-attention on a real GPU. `pytest -s` prints what was measured."""
+"""The gated delta rule of flash-linear-attention on a GPU, against float32. `pytest -s` prints the errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_delta_rule_kernel_is_near_float32_and_repeats():
 @pytest.mark.parametrize("name", ["1", "TP2 SP", "CP2", "PP2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_of_a_hybrid_are_near_float64(tmp_path, name, dtype, share_prefix):
-    """In float32 on the plain lines; in bfloat16 on the kernel, if it is installed."""
+    """In float32 with plain torch; in bfloat16 with the kernel, if it is installed."""
     sizes = dict(linear_key_head_dim=64, linear_value_head_dim=64, layers=4, vocab=125, std=0.06)
     path = write_tiny(tmp_path / "model", "qwen3_5_text", **sizes)
     batches, run = cases.shared_rollout(path, num_steps=2), dict(max_tokens_per_micro_batch=96, share_prefix=share_prefix)

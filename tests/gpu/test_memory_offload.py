@@ -1,6 +1,6 @@
-"""Room for the sampler on a real GPU: the driver's count of bytes before, meanwhile and after, and steps that are the same bit for bit.
+"""Offload on a GPU: memory by the driver before, during and after, and training that stays equal bit for bit.
 
-`pytest -s` prints what was measured.
+`pytest -s` prints the measurements.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A run resumed on a real GPU, with the Adam that Megatron-Core takes there: Transformer Engine's, Apex's, or torch's. `pytest -s` prints
-which one it was."""
+"""Resume on a GPU with the Adam that Megatron-Core selects: Transformer Engine's, Apex's or torch's. `pytest -s` prints which."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The step of `tests/distributed/test_parity.py` over NCCL: float32 and bfloat16, local layers and Transformer Engine's.
+"""The steps of `tests/distributed/test_parity.py` over NCCL, in float32 and bfloat16, with local layers and Transformer Engine's.
 
-Runs as it is on any number of GPUs: layouts that need more are skipped. `pytest -s` prints what was measured.
+Runs on any number of GPUs; layouts that need more are skipped. `pytest -s` prints the errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def count_gpus() -> int:
-    """Asked of the driver: test processes hide the GPUs from torch (see tests/ranks.py)."""
+    """Return the number of GPUs by the driver: test processes hide them from torch (see tests/ranks.py)."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (FileNotFoundError, subprocess.TimeoutExpired):
@@ -45,7 +45,7 @@ def stored(tmp_path_factory):
     made, folder = {}, tmp_path_factory.mktemp("models")
 
     def get(model: str, adapters: bool):
-        """(model directory, global batches, settings, what each run should give)."""
+        """Return (model directory, global batches, settings, expected results of each run)."""
         if (model, adapters) not in made:
             path = folder / f"{model} {adapters}"
             write_tiny(path, **cases.MODELS[model] | {"std": 0.05})

@@ -1,4 +1,4 @@
-"""The reference's completions as the package's inputs, and random batches of them."""
+"""Completions of the reference as inputs of the package, and random batches of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ MAX_COMPLETION_LENGTH = 9
 def random_batch(
     seed: int, num_completions: int = 8, *, dtype: torch.dtype = torch.float64, share_on_policy: float = 0.5
 ) -> list[ReferenceCompletion]:
-    """Completions of 1 to 8 tokens, some stale, some truncated, some of zero-std groups, tokens not trained or unscored by the sampler.
+    """Return random completions of 1 to 8 tokens.
 
-    Four completions are a group: the entropies of their first tokens, which have one context, are equal but for rounding.
-    Values are rounded to `dtype` and held in float64, so that a float32 implementation starts from the same numbers.
+    Some are stale, truncated or of zero-std groups; some tokens are not trained or have no sampler log-prob. Four completions form a group:
+    the entropies of their first tokens, which have one context, are equal except for rounding. Values are rounded to `dtype` and held in
+    float64, so that a float32 implementation starts from the same numbers.
     """
     rng, group_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     first_entropies = np.repeat(group_rng.exponential(1.0, -(-num_completions // 4)), 4)[:num_completions]
@@ -62,7 +63,7 @@ def random_batch(
 
 @dataclasses.dataclass
 class Packed:
-    """One micro-batch: what GrpoLoss takes, with leaves of its own, and where each position came from."""
+    """One micro-batch: the inputs of GrpoLoss with their own leaf tensors, and the origin of each position."""
 
     inputs: LossInputs
     logprobs: torch.Tensor
@@ -74,9 +75,9 @@ class Packed:
 def pack(
     completions: Sequence[ReferenceCompletion], weights: TokenWeights, which: Sequence[int], dtype: torch.dtype, labels=None
 ) -> Packed:
-    """The completions `which`, in this order, packed end to end. Only trained positions exist; a completion may have none.
+    """Pack the completions `which` in this order. Only trained positions exist; a completion may have none.
 
-    labels: what `compute_labels` says.
+    labels: the result of `compute_labels`.
     """
     places = [(i, int(t)) for i in which for t in torch.nonzero(completions[i].mask)[:, 0]]
     nan = float("nan")
@@ -117,13 +118,13 @@ def token_weight_fn(loss: GrpoLoss, completions: Sequence[ReferenceCompletion]) 
 
 
 def compute_threshold(cfg: GrpoConfig, completions: Sequence[ReferenceCompletion], weights: TokenWeights) -> float:
-    """Over the tokens whose weight is left, as the policy gathers them."""
+    """Return the entropy threshold over tokens with a nonzero weight, as the policy gathers them."""
     masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.row_weights, strict=True)]
     return entropy_threshold([c.entropy.detach().numpy() for c in completions], masks, cfg.top_entropy_quantile)
 
 
 def in_whole_groups(completions: Sequence[ReferenceCompletion]) -> Sequence[ReferenceCompletion]:
-    """Zero-std groups are zero-std as a whole, as those of a rollout are, and worth nothing."""
+    """Return completions in which zero-std groups are complete and have advantage zero, like those of a rollout."""
     for group in {c.group for c in completions}:
         members = [c for c in completions if c.group == group]
         for c in members:
@@ -135,7 +136,7 @@ def in_whole_groups(completions: Sequence[ReferenceCompletion]) -> Sequence[Refe
 def compute_labels(
     loss: GrpoLoss, completions: Sequence[ReferenceCompletion], weights: TokenWeights
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """As the policy gathers them before a step."""
+    """Return the labels as the policy gathers them before a step."""
     if loss.needs_classification is None:
         return None
     means = [float(((c.logp.detach() - c.old) * c.mask).sum() / max(c.mask.sum(), 1)) for c in completions]
@@ -147,7 +148,7 @@ def compute_labels(
 def package_loss(
     cfg: GrpoConfig, completions: Sequence[ReferenceCompletion], split: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
 ) -> tuple[float, list[np.ndarray], list[np.ndarray], LossLogs]:
-    """The package's loss over a global batch cut into micro-batches `split`; its gradients by completion (logp, entropy); its logs."""
+    """Return the package's loss over a global batch in micro-batches `split`, its gradients by completion (logp, entropy), and its logs."""
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
     weights = token_weight_fn(loss, completions)
     threshold, labels = compute_threshold(cfg, completions, weights), compute_labels(loss, completions, weights)
@@ -173,7 +174,7 @@ def package_loss(
 
 
 def random_split(seed: int, num_completions: int) -> list[list[int]]:
-    """The completions in random order, cut into one to four micro-batches; one of them may be empty."""
+    """Return the completions in random order in one to four micro-batches; one of them may be empty."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(num_completions).tolist()
     cuts = sorted(rng.integers(0, num_completions + 1, rng.integers(0, 4)).tolist())
