@@ -378,7 +378,7 @@ def forged(a):
 
 
 def cut(a):
-    """Stop reading a streamed answer early, and continue with the partial answer."""
+    """Request an answer of at most three tokens, and continue after the partial answer."""
     chat = a.opening()
     said = a.ask(chat, max_tokens=3)
     a.ask([*chat, said, {"role": "user", "content": "Go on."}])

@@ -100,7 +100,7 @@ def _with_experts(base, path, adapter: Path, dtype: str):
 
 
 def in_settings(settings: LoraSettings) -> dict:
-    """Return the target modules as settings of a run."""
+    """Return adapter settings as settings of a run."""
     return dict(tuner_type="lora", lora_rank=settings.rank, lora_alpha=settings.alpha, use_rslora=settings.use_rslora,
                 target_modules=list(settings.target_modules), target_regex=settings.target_regex,
                 rank_pattern=dict(settings.rank_pattern), alpha_pattern=dict(settings.alpha_pattern))  # fmt: skip

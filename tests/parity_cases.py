@@ -413,13 +413,13 @@ def _complete(buffer) -> None:
 
 
 def find_peak_learning_rate(name: str, o: OptimizerConfig) -> OptimizerConfig:
-    """Return the settings with the peak learning rate of a parameter, by its name in the model or the file."""
+    """Return the optimizer settings of a parameter, by its name: those of tower and aligner may have another learning rate."""
     given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(find_part(name))
     return o if given is None else dataclasses.replace(o, lr=given, min_lr=min(o.min_lr, given))
 
 
 def learning_rate(o: OptimizerConfig, step: int, num_steps: int | None) -> float:
-    """Return the learning rate of an optimizer step: linear warm-up from 0, then linear decay to min_lr after the last step."""
+    """Return the learning rate of an optimizer step: linear warm-up from 0, then constant, or linear or cosine decay to min_lr."""
     warmup = o.lr_warmup_iters if o.lr_warmup_fraction is None else round(o.lr_warmup_fraction * num_steps)
     if step < warmup:
         return o.lr * step / warmup

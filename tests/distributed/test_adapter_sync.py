@@ -1,6 +1,6 @@
-"""An adapter is pushed by itself, and the sampler's log-probs are those of PEFT; each way in which it could be ignored is noticed.
+"""Sync of adapters: the sampler's log-probs equal PEFT's, and an adapter that is ignored in any way is detected.
 
-The trainer is a transformers model with PEFT's adapter: what is under test is the engine and the check, not Megatron.
+The trainer is a transformers model with PEFT's adapter: the engine and the check are tested, not Megatron.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TUNERS = {
 
 
 class PeftPolicy:
-    """A checkpoint on disk with PEFT's adapter on it, as a policy offers it."""
+    """A checkpoint with PEFT's adapter, with the interface of a policy."""
 
     def __init__(self, path, tuner, dtype="float32", *, seed=0):
         from peft import LoraConfig, get_peft_model
@@ -58,7 +58,7 @@ class PeftPolicy:
         self.draw(seed)
 
     def draw(self, seed, std=0.3):
-        """New adapters. std 0: as a run begins."""
+        """Draw new adapters; with std 0 as at the start of a run."""
         for name, parameter in self.adapter_parameters():
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -74,7 +74,7 @@ class PeftPolicy:
         return load_file(self.path / "model.safetensors").items()
 
     def merged(self):
-        """Adapters in float32 added to the weights, then rounded to what the weights are in."""
+        """Return the weights plus adapters, added in float32 and rounded to the weights' dtype."""
         tensors = dict(self.base())
         for name, module in self.model.named_modules():
             if hasattr(module, "lora_A"):
@@ -120,7 +120,7 @@ def make_update(path, tuner, dtype="float32") -> LoraSync:
 
 
 def engine_for(policy, rank, world_size, *, tp=1):
-    """Imported late: the test process itself never loads vLLM."""
+    """Build an engine. Imported late: the test process itself never loads vLLM."""
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tp)
@@ -310,7 +310,7 @@ def sequences(engine):
 
 
 def without_adapter(engine):
-    """Runs requests as they are, with no adapter: what vLLM does where it dropped every name."""
+    """Run requests without an adapter, as vLLM does if it has dropped all names."""
     real = engine._run
 
     def run(requests):
@@ -380,7 +380,7 @@ def test_adapter_sync_first_bfloat16_step_reaches_sampler_and_is_lost_when_merge
 
 
 def lost_by_merging(policy) -> float:
-    """How wrong the update of all weights is, as a share of its norm, where it is added to the weights in their own dtype."""
+    """Return the error of the update of all weights, relative to its norm, if it is added in the weights' own dtype."""
     base, adapters, settings = (
         dict(policy.exchange.stream(policy.tensors(), "weights")),
         dict(policy.named_adapters()),
@@ -397,7 +397,7 @@ def lost_by_merging(policy) -> float:
 
 
 def test_adapter_sync_ten_bfloat16_steps_change_sampler_like_trainer(tmp_path):
-    """lr 1e-5, two completions that are rewarded. Compared are the changes of their tokens' log-probs."""
+    """Compared are the changes of log-probs of two rewarded completions at a learning rate of 1e-5."""
     path = write_tiny(tmp_path, "qwen3", dtype="bfloat16", std=0.02, hidden=256, ffn=256, kv_heads=4, head_dim=64)
     (samples,) = stored_rollout(path, groups=((5, (14, 17)),), stale=0)
     samples = [dataclasses.replace(sample, advantage=1.0) for sample in samples]

@@ -1,4 +1,4 @@
-"""Agents on real vLLM: the same turns with one rank, with two engines and with one engine of two ranks, each scored by transformers."""
+"""Agents on real vLLM: one rank, two engines, and one engine of two ranks give the same turns, and their log-probs equal transformers'."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model_path(tmp_path_factory):
 
 
 def worst_gap(groups, model) -> float:
-    """|sampled log-prob - transformers'| of every trained token, in its context."""
+    """Return the largest |sampled log-prob - transformers'| of all trained tokens in their contexts."""
     worst = 0.0
     for row in (one for group in groups for one in group.completions):
         for begin, end in row.sequence.contexts:

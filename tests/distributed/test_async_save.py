@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the steps, on gloo ranks: each holds the moment of its save, and is there whole or not at all."""
+"""Asynchronous checkpoints on gloo ranks: each has the state at its save, and is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = {
 
 
 def held_until(event):
-    """Writing a rank's pieces waits for the event."""
+    """Delay writing a rank's files until the event is set."""
     from megatron_grpo.run.checkpoint import distributed
 
     write = distributed.write_pieces
@@ -34,7 +34,7 @@ def held_until(event):
 
 
 def save_and_go_on(rank, world_size, folder, layout):
-    """Saves after two steps; takes two more, and empties every storage, before the first byte is written."""
+    """Save after two steps, then take two more and overwrite all storages before the first byte is written."""
     import threading
 
     import torch

@@ -1,4 +1,4 @@
-"""With `--bitwise_parity` trainer and sampler are one function to the last bit, on a CPU.
+"""`--bitwise_parity`: log-probs of trainer and sampler are equal bit for bit on a CPU.
 
 `tools/bitwise_parity.py` has all models and layouts.
 """

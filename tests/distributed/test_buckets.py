@@ -1,4 +1,4 @@
-"""A push in buckets, bit by bit against shards that are put together by hand, and counted on the wire."""
+"""Weight sync in buckets: tensors are equal bit for bit to shards that the test joins itself, and collectives and bytes are counted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build(path, model, layout, world, **changes):
 
 
 def by_hand(exchange, mine):
-    """Hugging Face name -> full tensor, from what every rank says it holds: no groups, no buckets."""
+    """Return full tensors by Hugging Face name, from what every rank holds, without groups and buckets."""
     p, everyone = exchange.parallel, [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (p.tp_rank, p.etp_rank, {name: tensor.detach().clone() for name, tensor in mine.items()}))
     found = {}
@@ -77,7 +77,7 @@ def by_hand(exchange, mine):
 
 
 def drawn_like(tensors, what):
-    """Other values, of dtypes that mix, with the same copies on every rank that holds a copy."""
+    """Return random tensors of mixed dtypes, equal on all ranks that hold a copy."""
     return {
         name: torch.rand(tensor.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))).to(
             [torch.float32, torch.bfloat16, torch.float16][crc32(re.sub(r"\d+", "", name).encode()) % 3]
@@ -94,7 +94,7 @@ def same(found, right):
 
 
 def collected(stream):
-    """What a receiver has at the end that keeps everything it was given, as a sampler keeps what belongs to an unfinished layer."""
+    """Return all tensors of a receiver that keeps what it was given, like a sampler keeps parts of an incomplete layer."""
     return dict(stream)
 
 
@@ -136,7 +136,7 @@ def look(rank, world, path, model, layout, tamper=None):
 
 
 def planned(path, model, layout, **changes):
-    """The same plans from the model's shape alone, as `plan` makes them."""
+    """Return the same plans from the model's shape alone, like `plan`."""
     where = cases.LAYOUTS[layout]
     cfg = make_settings(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
     shape = ModelShape.from_pretrained(path)
@@ -154,7 +154,7 @@ def test_weight_stream_gives_each_rank_exact_tensors_in_planned_collectives(mode
 
 
 def to_the_first(rank, world, path, layout):
-    """Bytes that each rank sends and receives where rank 0 alone gets the tensors; it stops after three the second time."""
+    """Return bytes that each rank sends and receives if only rank 0 gets the tensors; the second stream stops after three."""
     policy = build(path, "dense", layout, world)
     exchange = MegatronToHF(policy.exchange.map, policy.parallel, bucket_bytes=BUCKETS[0], gather=True)
     mine, moved = policy.tensors(), {"sent": 0, "received": 0}
@@ -196,7 +196,7 @@ ADAPTED = [("dense", "TP2 SP PP2", r".*layers\.0\..*"), ("MoE", "TP2 EP2 ETP2", 
 
 
 def push_all_kinds(rank, world, path, model, layout, modules, tamper=None):
-    """Adapters in some modules alone: a stage, or an expert rank, that has none takes part all the same."""
+    """Stream adapters in some modules only: a stage or an expert rank without adapters takes part."""
     policy = build(path, model, layout, world, tuner_type="lora", target_regex=modules)
     adapters, exchange = policy.adapters, policy.exchange
     exchange.bucket_bytes = adapters.exchange.bucket_bytes = BUCKETS[0]
@@ -221,7 +221,7 @@ def push_all_kinds(rank, world, path, model, layout, modules, tamper=None):
 
 
 def plan_kinds(rank, world, path, model, layout, modules, tamper=None):
-    """How often a rank speaks with others to plan: as often as all, or some wait for it for ever. (So nobody speaks here.)"""
+    """Return the number of collectives of planning on each rank, which must be equal (it is 0), or some ranks wait for ever."""
     adapters = build(path, model, layout, world, tuner_type="lora", target_regex=modules).adapters
     if tamper is not None:
         tamper()
@@ -249,7 +249,7 @@ def test_weight_stream_weights_adapters_and_merged_weights_are_exact(models, mod
 
 
 def stop_early(rank, world, path, tamper=None):
-    """One rank fails before it has taken anything, the other wants three tensors; later one wants a single tensor, the other all."""
+    """Stop streams: one rank fails before the first tensor while another takes three; then one takes one tensor, the other all."""
     policy = build(path, "MoE", "TP2 EP2 ETP1", world)
     policy.exchange.bucket_bytes = BUCKETS[0]
     if tamper is not None:
@@ -283,7 +283,7 @@ def test_weight_stream_receiver_that_stops_early_blocks_no_rank(models):
 
 
 def hold_one(rank, world, path, model, layout, tamper=None):
-    """A receiver that holds one tensor at a time, a view of a bucket, finds two buckets of memory in use and no third."""
+    """Return the memory of a receiver that holds one tensor at a time, a view of a bucket: two buckets and no third."""
     policy = build(path, model, layout, world)
     policy.exchange.bucket_bytes = bucket_bytes = 64 << 10
     plan = policy.exchange.plan(policy.tensors(), "weights")
@@ -326,7 +326,7 @@ def test_weight_stream_holds_at_most_two_buckets(models, layout):
 
 
 def arrives_late():
-    """Not a fault: nothing is there before it is waited for, as on a slow network."""
+    """Delay transfers. This is no fault: nothing is read before it was waited for, as on a slow network."""
     start = collectives.start_gather
 
     def late(rows, group):

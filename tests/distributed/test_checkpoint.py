@@ -1,4 +1,4 @@
-"""Checkpoints of a real Megatron model and its distributed optimizer, on gloo ranks."""
+"""Checkpoints of a real Megatron model and its distributed optimizer on gloo ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = 4
 
 
 class Prompts:
-    """A prompt stream as far as a checkpoint sees it."""
+    """A prompt stream with the interface that a checkpoint uses."""
 
     def __init__(self, position: int = 0):
         self.position = position
@@ -39,7 +39,7 @@ class Prompts:
 
 
 class Waiting:
-    """Rows that wait, as far as a checkpoint sees them; the first rank is home to all."""
+    """Pending rows with the interface that a checkpoint uses; the first rank holds all."""
 
     def __init__(self, samples=()):
         self.samples = list(samples)
@@ -60,8 +60,10 @@ class Waiting:
 
 
 class Policy:
-    """A small GPT with Megatron's DDP and distributed optimizer; `step` moves it by a gradient that is a function of each weight alone,
-    so that every layout takes the same step."""
+    """A small GPT with Megatron's DDP and distributed optimizer.
+
+    The gradient of `step` is a function of each weight alone, so each layout takes the same step.
+    """
 
     def __init__(self, world_size, *, tp=1, pp=1, vpp=None, ep=1, experts=None, bf16=False, seed=0, hidden=64, distributed=True, lr=1e-2,
                  fused=False):  # fmt: skip
@@ -235,7 +237,7 @@ def restored(keeper, policy, prompts):
 
 
 def save_after(rank, world_size, folder, steps, more, layout):
-    """`steps` optimizer steps, a checkpoint; `more` steps, another."""
+    """Save after `steps` optimizer steps, and again after `more` steps."""
     policy = Policy(world_size, **layout)
     keeper = checkpoints(folder)
     for step in range(1, steps + more + 1):
@@ -250,7 +252,7 @@ def save_after(rank, world_size, folder, steps, more, layout):
 
 
 def resume_and_save(rank, world_size, source, folder, more, layout):
-    """Restores under `layout`, saves at once and again after `more` steps; returns what it was told."""
+    """Resume in `layout`, save at once and after `more` steps; return the log lines."""
     policy, prompts = Policy(world_size, **layout, seed=1), Prompts()
     progress, pending = restored(checkpoints(source), policy, prompts)
     keeper = checkpoints(folder)
@@ -283,7 +285,7 @@ def test_metrics_that_no_step_has_reported_are_in_the_checkpoint(tmp_path):
 
 
 def read_tensors(directories):
-    """Every tensor of each checkpoint under its global name and shape, in one process."""
+    """Return all tensors of each checkpoint by global name and shape, in one process."""
 
     def read(rank, world_size):
         import torch
@@ -311,7 +313,7 @@ def make_run(directory, step):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run on one rank, saved after 2 and 4 optimizer steps."""
+    """Directory of a run on one rank with checkpoints after 2 and 4 optimizer steps."""
     folder = tmp_path_factory.mktemp("one_rank")
     run_ranks(save_after, 1, folder, 2, 2, {})
     return folder
@@ -319,7 +321,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """A copy of that run to break."""
+    """Directory with a copy of that run, which a test may change."""
     shutil.copytree(saved, tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -387,7 +389,7 @@ def test_resume_without_distributed_optimizer_equals_uninterrupted_run(tmp_path,
     ids=["fp32", "bf16", "fp32, whole", "bf16, whole", "experts", "FusedAdam, experts", "FusedAdam, bf16, whole"],
 )  # fmt: skip
 def test_resume_after_each_step_equals_uninterrupted_run(tmp_path, layout):
-    """The second resume reads what a resumed run has written."""
+    """The second resume reads a checkpoint of a resumed run."""
     run_ranks(save_after, 1, tmp_path / "whole", 3, 0, layout)
     run_ranks(save_after, 1, tmp_path / "one", 1, 0, layout)
     run_ranks(resume_and_save, 1, tmp_path / "one", tmp_path / "two", 1, layout)
@@ -399,7 +401,7 @@ def test_resume_after_each_step_equals_uninterrupted_run(tmp_path, layout):
 
 
 def test_resume_before_the_first_step_works(tmp_path):
-    """As when every sample of the first global batch was filtered out."""
+    """All samples of the first global batch may have been filtered out."""
     run_ranks(save_after_nothing, 2, tmp_path)
     [(progress, *_)] = run_ranks(resume_and_save, 1, tmp_path, tmp_path / "new", 1, {})
     assert progress.step == 2
@@ -410,7 +412,7 @@ def save_after_nothing(rank, world_size, folder):
 
 
 def test_resume_logs_change_of_a_fingerprint_that_is_known_late(tmp_path):
-    """Such as vLLM's model runner, which a resumed run keeps."""
+    """An example is vLLM's model runner, which a resumed run keeps."""
 
     def run(rank, world_size):
         told = []
@@ -453,7 +455,7 @@ def assert_same_samples(got, wanted):
 
 
 def restore_only(rank, world_size, folder, resume="auto"):
-    """The step it resumed from, and the lines it said; or the sentence of the ConfigError."""
+    """Return the step that was resumed and the log lines, or the message of the ConfigError."""
     from megatron_grpo.core.base.errors import ConfigError
 
     heard = []
@@ -466,7 +468,7 @@ def restore_only(rank, world_size, folder, resume="auto"):
 
 
 def restore_watched(rank, world_size, folder):
-    """What the display of a rank shows at each progress while it restores."""
+    """Return what the progress display shows while a rank restores."""
     from megatron_grpo.core.base import activity
 
     shown, advance = [], activity.advance
@@ -609,7 +611,7 @@ def test_save_keeps_newest_checkpoints_and_pointer_names_the_last(tmp_path):
 
 
 def test_save_marks_checkpoint_once_its_samples_are_trained_and_keeps_the_last_marked_one(tmp_path):
-    """Saved after steps 1 to 4, of which a step was trained on what version 2 sampled; then the run goes on from 4, and trains."""
+    """Saves after steps 1 to 4, of which one step trained samples of version 2; then the run resumes from 4 and trains."""
 
     def run(rank, world_size):
         policy, keeper, told = Policy(world_size), checkpoints(tmp_path, save_total_limit=2), []
@@ -680,7 +682,7 @@ def test_resume_restores_random_generators(tmp_path):
 
 
 def test_resume_from_checkpoint_with_code_is_an_error_and_runs_no_code(copy, tmp_path):
-    """Whoever can write a checkpoint can write its checksums too."""
+    """Whoever can write a checkpoint can also write its checksums."""
     from megatron_grpo.run.checkpoint.manifest import with_digest
     from tests.checkpoint_files import fingerprints
 

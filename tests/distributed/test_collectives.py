@@ -1,4 +1,4 @@
-"""What travels between ranks, and to whom."""
+"""Collectives of `core.parallel` on gloo ranks: what is sent, to which ranks, and in which order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_exchange_delivers_to_named_ranks_in_sender_order():
 
 
 def test_gather_objects_pads_no_object_to_the_longest():
-    """Of one rank 300 kB, of the others a few bytes: nothing is padded to the largest."""
+    """One rank sends 300 kB, the others a few bytes."""
 
     def body(rank, world_size):
         from megatron_grpo.core.parallel import collectives

@@ -1,7 +1,7 @@
-"""Every legal loss, importance level, KL and estimator gives float64's loss and gradients, in every layout.
+"""Valid losses, importance levels, KL modes and estimators against float64: loss and gradients, in each layout.
 
-Here those in which each pair of choices meets, all of them on one rank and a third of them in each other layout, in which each choice is
-met; `tools/combinations.py` runs the whole product everywhere.
+The tests run combinations that contain each pair of settings, all of them on one rank and a third of them in each other layout;
+`tools/combinations.py` runs all combinations everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """(material, runs, what they should give)."""
+    """Return (material, runs, expected results)."""
     folder = tmp_path_factory.mktemp("combinations")
     made, runs = every.material(folder), every.iterate_runs(every.list_pairs())
     return made, runs, every.expect(made, runs, folder)
@@ -84,7 +84,7 @@ def take_each_ranks_own_entropy_threshold(policy):
 
 
 def compare_completions_on_one_rank_alone(policy):
-    """What `real` asks of a group, of which the other rank has a part."""
+    """Mutation: `real` compares only completions of a group on this rank."""
     from megatron_grpo.core.policy import passes as module
 
     module.collectives = SimpleNamespace(**vars(module.collectives) | {"all_gather_object": lambda mine: [mine]})
@@ -108,7 +108,7 @@ TAUGHT = ("grpo", "dapo", "cispo", "sapo", "sequence_sum")
 
 @pytest.fixture(scope="module")
 def with_a_teacher(tmp_path_factory):
-    """As `stored`: one run of each of these, all with a teacher; cuts that put rows of a group into one stream."""
+    """Return one run of each of these with a teacher, with splits that put rows of a group into one sequence."""
     folder, cut = tmp_path_factory.mktemp("taught"), {"micro_batch_size": 4}
     words = dict(teacher_model_server=("http://teacher:8000",), teacher_kl_coef=0.7, epsilon=0.05)
     made, runs = every.material(folder), {name: (every.legal(dict(loss_type=name, **words)), cut) for name in TAUGHT}

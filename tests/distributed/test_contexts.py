@@ -1,4 +1,4 @@
-"""Rows of several contexts, as episodes whose template rewrites history: losses and every gradient against float64, each context alone."""
+"""Rows with several contexts, from episodes whose template rewrites history: loss and gradients against float64 of separate contexts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_rows_with_several_contexts_equal_float64_of_separate_contexts(model_pat
 
 
 def mistakes(samples: list[Sample]) -> dict[str, list[Sample]]:
-    """Traps 1 to 5 of turns: what each makes of the same rows."""
+    """Yield rows under mutations of masks and contexts."""
     heard = [dataclasses.replace(one, mask=_from_first_drawn(one)) if one.row != FAILED else one for one in samples]
     return {
         "the environment's words are trained": [_like(one, other) for one, other in zip(heard, samples)],
@@ -115,7 +115,7 @@ def _turn_ends(one: Sample) -> np.ndarray:
 
 
 def _like(wrong: Sample, right: Sample) -> Sample:
-    """Log-probs where the other mask has them."""
+    """Return log-probs with zeros where the other mask is false."""
     return dataclasses.replace(wrong, sampler_logprobs=np.where(wrong.mask, right.sampler_logprobs, 0).astype(np.float32))
 
 

@@ -1,4 +1,4 @@
-"""Episodes on real vLLM: every drawn token is scored by transformers in the context that it was drawn in, whatever environments do."""
+"""Episodes on real vLLM: each sampled token is scored by transformers in its context, for each behavior of environments."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Injects(Again):
 
 
 class Refused(Again):
-    """The tuple is right, and `done` is not."""
+    """An environment that returns a valid tuple with an invalid `done`."""
 
     def step(self, turn):
         return [{"role": "user", "content": "x"}], 0.0, "no"
@@ -164,12 +164,12 @@ def prompts(count: int, template: str = TEMPLATE, **columns) -> list[Prompt]:
 
 
 def find_layer_kind(columns):
-    """Prompt i is played by the i-th kind."""
+    """Return the environment class of a prompt: prompt i uses the i-th."""
     return KINDS[columns["i"]](columns)
 
 
 def account(groups, model, template, history) -> Counter:
-    """Masks, log-probs and contexts of all completions, by transformers turn by turn."""
+    """Return masks, log-probs and contexts of all completions, by transformers turn by turn."""
     tokenizer, found = chat_tokenizer(template), Counter()
     for completion in (one for group in groups for one in group.completions):
         sequence, record = completion.sequence, completion.record
@@ -194,7 +194,7 @@ def account(groups, model, template, history) -> Counter:
 
 
 def _as_rendered(tokenizer, tokens, mask, record) -> int:
-    """What stands before each turn of a context, decoded, is transformers' own rendering of the conversation up to there."""
+    """Check that the text before each turn of a context equals transformers' rendering of the conversation so far."""
     starts = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
     ends = [place for place, message in enumerate(record.messages) if message["role"] == "assistant"]
 
@@ -275,7 +275,7 @@ def drawn(groups):
 
 
 class Delayed(Environment):
-    """Answers at other times on other ranks, and in another order each time."""
+    """An environment with delays that differ between ranks and turns."""
 
     async def step(self, turn):
         await asyncio.sleep(0.03 * ((self.columns["i"] + turn.number + os.getpid()) % 3))

@@ -1,6 +1,6 @@
-"""Every family, and every switch that families differ in, through the real policy: log-probs, gradients and exports.
+"""Each model family and its switches in the real policy: log-probs, gradients and exports against transformers.
 
-tests/distributed/test_logprobs.py has the plain families in all layouts; here is what is particular.
+tests/distributed/test_logprobs.py has the basic families in all layouts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ CASES = [(model, layout) for model, (_, _, layouts) in MODELS.items() for layout
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """name -> (checkpoint, sequences, transformers' log-probs of them, a stored rollout, transformers' step on it in float64)."""
+    """Return name -> (checkpoint, sequences, transformers' log-probs, a stored rollout, transformers' step on it in float64)."""
     folder = tmp_path_factory.mktemp("models")
 
     @functools.cache
@@ -131,7 +131,7 @@ def wanted(path, sequences, dtype: str = "float32") -> list[np.ndarray]:
 
 
 def logprobs_as_loaded(policy, path, sequences):
-    """What a policy says that has not been trained; what it exports is the checkpoint, bit for bit."""
+    """Return log-probs of an untrained policy; check that its export equals the checkpoint bit for bit."""
     from megatron_grpo.core.weights.hf_files import HfReader
     from megatron_grpo.core.weights.safetensors_files import stored_names
 

@@ -1,4 +1,4 @@
-"""What some families bring besides matrices (sinks, norms over all heads, experts' biases) goes through a checkpoint to other layouts."""
+"""Family-specific parameters (sinks, norms over all heads, expert biases) in checkpoints that are resumed in other layouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def go_on(rank, world, path, layout, folder, batches):
 
 
 def take_a_step(rank, world, path, layout, folder, batches, first, last):
-    """The steps from `first` to `last`, from the checkpoint before them; the first of them is saved."""
+    """Take the steps from `first` to `last` after a resume from the checkpoint before them; save the first of them."""
     policy = cases.build(path, cases.settings(micro_batch_size=2, **layout), world)
     if first:
         restored(checkpoints(folder), policy, Prompts())
@@ -74,7 +74,7 @@ def test_family_resume_in_another_layout_equals_uninterrupted_run(tmp_path, fami
 
 @pytest.mark.parametrize(("dtype", "more"), [("float32", {}), ("bfloat16", {}), ("bfloat16", LOW)], ids=["float32", "bfloat16", "few bits"])
 def test_hybrid_resume_in_another_layout_and_back_is_exact(tmp_path, dtype, more):
-    """TP2, TP2 again, CP2, TP2: each begins with the weights that the one before left, bit for bit, and the second as if it were the first.
+    """Layouts TP2, TP2, CP2, TP2: each begins with the exact weights of the one before, and the second equals an uninterrupted run.
 
     In a bfloat16 model some weights are float32, in its file too.
     """

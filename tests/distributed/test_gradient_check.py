@@ -1,4 +1,4 @@
-"""A gradient that one rank spoils, by a hook in its real model: no rank acts on it, none waits, and all of them name who it was."""
+"""The gradient check with a gradient that one rank spoils by a hook: no rank applies it or hangs, and all ranks name that rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def batches(models):
 
 @contextlib.contextmanager
 def spoilt(policy, rank: int, spoil, *, micro_batch: int = BAD_MICRO_BATCH, once: bool = False):
-    """On one rank, what the last layer of its last chunk is given back for one micro-batch is `spoil` of it. Yields what was spoilt."""
+    """Replace the gradient of the last layer's output for one micro-batch on one rank by `spoil` of it. Yields what was replaced."""
     chunk, done, number = policy.chunks[-1], [], []
 
     def learn(module, args):
@@ -81,7 +81,7 @@ def spoilt(policy, rank: int, spoil, *, micro_batch: int = BAD_MICRO_BATCH, once
 
 
 def nothing_moved(policy, act) -> tuple:
-    """What `act` returns; whether weights and optimizer are what they were; and by how much the schedule has gone on."""
+    """Return the result of `act`, whether weights and optimizer are unchanged, and by how much the schedule has advanced."""
     weights, moments, steps = get_weights(policy), optimizer_state(policy), policy.scheduler.num_steps
     found = act()
     same = is_same(weights, get_weights(policy)) and all(map(torch.equal, moments, optimizer_state(policy)))
@@ -94,7 +94,7 @@ def is_no_number(gradient):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(models, batches, name):
-    """The next step is that of a policy that never saw the spoilt one, and the count of Adam's steps too."""
+    """The next step, and Adam's step count, equal those of a policy without the bad gradient."""
     family = "qwen3_moe" if "EP" in name else "four layers" if "VPP" in name else "qwen3"
     layout, path, (first, second) = cases.LAYOUTS[name], models[family], batches[family]
 
@@ -136,7 +136,7 @@ def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(mod
 
 
 def test_gradient_check_covers_copies_that_the_norm_does_not_count(models, batches):
-    """Tensor-parallel ranks have each their copy of a norm's weight, and Megatron-Core counts the first one's."""
+    """Each tensor-parallel rank has a copy of a norm's weight, and Megatron-Core counts the first only."""
     layout, (first, _) = cases.LAYOUTS["TP2"], batches["qwen3"]
 
     def body(rank, world):
@@ -150,7 +150,7 @@ def test_gradient_check_covers_copies_that_the_norm_does_not_count(models, batch
 
 
 def test_gradient_check_names_rows_with_nan_and_the_size_of_spikes(models, batches):
-    """On two data-parallel ranks, two rows a micro-batch: a NaN advantage; a gradient a million times too large; and one NaN, once."""
+    """On two data-parallel ranks, two rows per micro-batch: a NaN advantage, a gradient a million times too large, and one NaN."""
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):
@@ -204,7 +204,7 @@ def test_gradient_check_names_ranks_with_nan_weights(models, batches):
 
 
 def test_gradient_check_row_with_nan_logprobs_is_not_trained_again(models, batches):
-    """Its log-probs are no numbers: of what a refused step was to keep, it is emptied on every rank; the others are anchored."""
+    """A row with NaN log-probs is emptied on all ranks after the refused step; the others get old log-probs."""
     layout, (first, _) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):
@@ -241,7 +241,7 @@ def test_gradient_check_row_with_nan_logprobs_is_not_trained_again(models, batch
 
 @pytest.mark.parametrize("settings", [{}, dict(overlap_grad_reduce=True, overlap_param_gather=True)], ids=["plain", "overlapped"])
 def test_gradient_check_offload_after_refused_step_restores_the_policy(models, batches, settings):
-    """What it gives away behind that step comes back as the step found it."""
+    """What is offloaded after that step returns as before it."""
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):

@@ -1,5 +1,7 @@
-"""Megatron-Core's own optimizer of `optimizer_cpu_offload`, on a CPU: tensors that say they are on a GPU, and host copies that say they are
-not. The steps are those of an ordinary optimizer, and a checkpoint holds what the next step begins from."""
+"""Megatron-Core's optimizer of `optimizer_cpu_offload` on a CPU, with tensors that claim to be on a GPU and host copies that do not.
+
+Its steps equal those of an ordinary optimizer, and a checkpoint contains all state of the next step.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ from tests.tiny_models import write_tiny
 
 
 class OnHost(torch.Tensor):
-    """A copy on the host: what is made of one is one."""
+    """A tensor on the host, whose derived tensors are on the host too."""
 
     is_cuda = False
 
 
 @contextlib.contextmanager
 def a_gpu():
-    """Every other tensor says that it is on a GPU; Megatron's optimizer asks each."""
+    """Make every second tensor claim to be on a GPU; Megatron's optimizer checks each."""
     cpu, pinned, empty = torch.Tensor.cpu, torch.Tensor.pin_memory, torch.empty
     torch.Tensor.is_cuda = property(lambda self: not isinstance(self, OnHost))
     torch.Tensor.cpu = lambda self: cpu(self).clone().as_subclass(OnHost)
@@ -43,7 +45,7 @@ def a_gpu():
 
 
 def plain_state(policy, *, is_loading):
-    """With tensors that a file can hold, in the memory of those that say where they are."""
+    """Return the state with ordinary tensors that share memory, which a file can hold."""
     state = sharded_state(policy.wrapped, policy.optimizer, policy.scheduler, is_loading=is_loading)
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensor) and isinstance(leaf.data, OnHost):
@@ -59,7 +61,7 @@ def steps(policy, batches, first):
 
 @pytest.mark.parametrize("dtype, on_host", [("float32", 1.0), ("bfloat16", 1.0), ("bfloat16", 0.5)])
 def test_host_optimizer_steps_and_resume_equal_those_of_ordinary_optimizer(tmp_path, dtype, on_host):
-    """The part on the GPU counts its steps as Transformer Engine's and Apex's does."""
+    """The part on the GPU counts its steps like Transformer Engine's and Apex's optimizers."""
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
     batches = cases.stored_rollout(path, num_steps=3, vocab=125)
     cfg = cases.settings(torch_dtype=dtype)
@@ -108,7 +110,7 @@ def bytes_of_tensors() -> int:
     "settings", [{}, {"tuner_type": "lora"}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}], ids=str
 )
 def test_host_optimizer_build_leaves_no_tensor_to_the_garbage_collector(tmp_path, settings):
-    """On a GPU it would lie there until the collector happens to run."""
+    """On a GPU its memory would stay allocated until the collector runs."""
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
     cfg = cases.settings(torch_dtype="bfloat16").with_values(settings)
 
@@ -131,7 +133,7 @@ def test_host_optimizer_build_leaves_no_tensor_to_the_garbage_collector(tmp_path
 
 
 class Layer(torch.nn.Linear):
-    """With extra state, as Transformer Engine's have."""
+    """A layer with extra state, like Transformer Engine's."""
 
     def get_extra_state(self):
         return torch.ones(3, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Mistakes that leave no error in a model with the gated delta rule: each moves log-probs, or a gradient, beyond rounding.
+"""Mutations of the gated delta rule that raise no error: each changes log-probs or a gradient by more than rounding.
 
 Those of shared prompts are in tests/unit/policy/test_gated_delta_net.py.
 """

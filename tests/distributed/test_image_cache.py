@@ -1,4 +1,4 @@
-"""A checkpoint holds prompt numbers in place of pictures; a run that goes on finds them again."""
+"""A checkpoint stores prompt indices instead of images; a resumed run loads the images again."""
 
 from __future__ import annotations
 

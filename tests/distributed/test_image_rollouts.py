@@ -1,4 +1,4 @@
-"""vLLM inside the trainer's process, on models that see: it samples from what the trainer sees, before and after pushes of either part."""
+"""vLLM inside the ranks with vision-language models: it samples from the trainer's inputs and weights, before and after weight syncs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def written(at, kind):
-    """A model of a family, pictures, and the rows that show them."""
+    """Return a model of a family, images, and rows with them."""
     write_seeing(at / "model", kind)
     rows = []
     for number, sizes in enumerate(SIZES):
@@ -62,7 +62,7 @@ def load(folder):
 
 
 def copied(named, model):
-    """Tensors under their names in files, into transformers' model; returns the names in it that none of them has."""
+    """Copy tensors by their names in files into transformers' model; return the model's names that none of them has."""
     import torch
 
     mine = model.state_dict()
@@ -84,7 +84,7 @@ def shaken(named):
 
 
 def worst(model, engine, prompts, *, seed=0):
-    """Largest |vLLM - transformers| over the drawn tokens, and over all tokens of the probes that show a picture."""
+    """Return the largest |vLLM - transformers| over the sampled tokens, and over all tokens of the probes with and without images."""
     from megatron_grpo.core.rollout.engine import SamplingSettings
 
     groups = engine.generate(prompts, SamplingSettings(n=3, max_completion_length=8, temperature=0.9), seed=seed)
@@ -100,7 +100,7 @@ def worst(model, engine, prompts, *, seed=0):
 
 @pytest.fixture(scope="module")
 def told(folder):
-    """What an engine made of prompts and probes, through pushes of the text model and of everything; and through each silent trap."""
+    """Return an engine's results for prompts and probes, after syncs of the language model and of all, and for each silent mutation."""
 
     def body(rank, world_size):
         from safetensors.torch import load_file
@@ -143,7 +143,7 @@ def told(folder):
 
 
 def traps(engine, model, folder, prompts, sampling):
-    """What each wrong way of asking comes to; a sentence, or a difference in nats."""
+    """Return the result of each mutation: an error message, or a difference in nats."""
     from megatron_grpo.core.base.errors import RunError
     from megatron_grpo.core.images import ImageProcessorSpec
     from megatron_grpo.core.rollout import vllm_requests
@@ -187,7 +187,7 @@ def test_image_logprobs_equal_transformers_before_and_after_syncs_of_each_part(t
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_image_logprobs_of_other_families_equal_transformers_before_and_after_a_sync(tmp_path, kind):
-    """Measured: 4e-6 nats, 1.1e-5 for the hybrid, 5.2e-5 for the one with experts, and 1 to 2 against the weights before the push."""
+    """Measured: 4e-6 nats, 1.1e-5 for the hybrid, 5.2e-5 for the MoE, and 1 to 2 against the weights before the sync."""
 
     def body(rank, world_size):
         from safetensors.torch import load_file, save_file
@@ -212,7 +212,7 @@ def test_image_logprobs_of_other_families_equal_transformers_before_and_after_a_
 
 
 def test_image_cache_of_older_tower_is_detected_by_image_probes_only(told):
-    """Mutations: the encoder cache is kept; the probes are text alone."""
+    """Mutations: the encoder cache is kept; the probes have text only."""
     drawn, seen, text = told["stale pictures"]
     assert drawn > 0.05 and seen > 0.05 and text < MOST
 

@@ -1,4 +1,4 @@
-"""A real rollout server for a model that sees: files of pictures come by key, and what is sampled is sampled from what the trainer sees."""
+"""A real rollout server with a vision-language model: image files are sent by key, and it samples from the trainer's inputs."""
 
 from __future__ import annotations
 

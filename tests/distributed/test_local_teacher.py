@@ -1,4 +1,4 @@
-"""A teacher that the training ranks hold: of another size, depth and family than its student, scored in the student's own layout."""
+"""A teacher on the training ranks, of another size, depth and family than the student, scored in the student's layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples(models):
-    """Of eight rows in two groups; one row was drawn among few words, and one was routed to experts of some other model."""
+    """Return eight rows in two groups; one row has a sampling mask, and one has recorded experts of another model."""
     [found] = cases.stored_rollout(models["student"], vocab=VOCAB, groups=((5, (5, 1, 2, 9)), (3, (12, 2, 3, 1))))
     drawn = found[3]
     ids = drawn.token_ids[drawn.mask]
@@ -51,7 +51,7 @@ def samples(models):
 
 
 def expected(path, samples) -> list[np.ndarray]:
-    """What transformers says in float32, over the temperature; among the words that were left where not all were."""
+    """Return transformers' log-probs in float32 at the temperature, over the sampling mask where there is one."""
     model, found = load_tiny(path), []
     for sample in samples:
         ids = sample.token_ids.tolist()
@@ -71,7 +71,7 @@ def expected(path, samples) -> list[np.ndarray]:
 
 
 def scored(rank: int, world: int, models, samples, settings: dict, teachers: tuple[str, ...], more: list[dict]) -> dict:
-    """{(teacher, which of `more`): {row: what it says}} of the rows whose home this rank is. For `run_ranks`."""
+    """Return {(teacher, index in `more`): {row: log-probs}} of the rows of this rank. For `run_ranks`."""
     from dataclasses import replace
 
     from megatron_grpo.commands.planning.memory import teacher_stages

@@ -1,4 +1,4 @@
-"""The sharded model answers what transformers answers, token by token."""
+"""Log-probs of the sharded model against transformers, token by token, in each layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sequences():
 
 
 def scores(rank, world, path, cfg, sequences):
-    """As a run scores, in few micro-batches, once it was seen that many say the same."""
+    """Return log-probs with the micro-batches of a run, after a check that many smaller ones give the same."""
     policy = cases.build(path, cfg, world)
     few, in_few = passes(policy, sequences)
     policy.scorer.cut = dataclasses.replace(policy.cut, scored_tokens=1)
@@ -43,7 +43,7 @@ def scores(rank, world, path, cfg, sequences):
 
 
 def passes(policy, sequences):
-    """(micro-batches, log-probs) of a scoring."""
+    """Yield (micro-batches, log-probs) of a scoring."""
     seen = []
     hook = policy.chunks[0].register_forward_pre_hook(lambda *arguments: seen.append(1))
     found = cases.score_tokens(policy, sequences)
@@ -73,14 +73,14 @@ def test_expert_logprobs_equal_transformers(models, sequences, family, name):
 
 @pytest.mark.parametrize("name", ["DP2", "PP2 VPP2", "CP2"])
 def test_packed_logprobs_equal_transformers(models, sequences, name):
-    """Seven sequences over two ranks, or in pairs of micro-batches: they do not come out even, and nobody notices."""
+    """Seven sequences over two ranks, or in pairs of micro-batches: the numbers are uneven."""
     layout = cases.LAYOUTS[name]
     packed = cases.Case(layout.world_size, layout.settings | {"max_tokens_per_micro_batch": 20})
     assert_transformers_agrees(models["qwen3"], sequences, packed)
 
 
 def test_logprobs_with_a_vocabulary_shard_of_padding_equal_transformers(models, sequences):
-    """125 words padded to 256 rows: the second rank holds padding only."""
+    """A vocabulary of 125 is padded to 256 rows: the second rank holds padding only."""
     layout = cases.Case(2, {cases.TP: 2, "padded_vocab_multiple": 128})
     assert_transformers_agrees(models["qwen3"], sequences, layout)
 

@@ -1,4 +1,4 @@
-"""LoRA in every layout against PEFT in float64: losses, norms, every matrix's gradient, weights after two AdamW steps. And its traps."""
+"""LoRA in each layout against PEFT in float64: losses, norms, each matrix's gradient and weights after two AdamW steps; and mutations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(tmp_path_factory):
     folder, models, right = tmp_path_factory.mktemp("lora"), {}, {}
 
     def get(model: str, targets: str, loss: str = "grpo"):
-        """(model directory, global batches, settings, what PEFT makes of them)."""
+        """Return (model directory, global batches, settings, PEFT's results)."""
         if model not in models:
             path = write_tiny(folder / model, **MODELS[model])
             models[model] = path, cases.stored_rollout(path, num_steps=2, vocab=125)
@@ -57,7 +57,7 @@ def made(tmp_path_factory):
 
 
 def assert_equal(made, model: str, layout: str, runs) -> None:
-    """runs: (targets, loss, other settings), on the same ranks one after another."""
+    """Compare runs (targets, loss, other settings) on the same ranks, one after another."""
     given = {str(run): made(model, run[0], run[1]) for run in runs}
     (path, batches, *_), right = next(iter(given.values())), {key: found[3] for key, found in given.items()}
     settings = {str(run): given[str(run)][2] | run[2] for run in runs}
@@ -128,7 +128,7 @@ def _matrices(policy):
 
 
 def _in_optimizer(policy):
-    """Distributed optimizers hold copies of parameters, with the marks as they were."""
+    """Change marks of parameters where distributed optimizers hold copies of them."""
     return [p for group in policy.optimizer.param_groups for p in group["params"]]
 
 
@@ -157,7 +157,7 @@ def no_sum_over_ranks(policy, patch):
 
 
 def megatron_s_own_copy(policy, patch):
-    """Megatron-Core 0.16.1 loses the sum where the gradient is not contiguous."""
+    """Mutation: use Megatron-Core 0.16.1's copy, which loses the sum if the gradient is not contiguous."""
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
     transposed = _Transposed.apply
@@ -165,7 +165,7 @@ def megatron_s_own_copy(policy, patch):
 
 
 class _Transposed(torch.autograd.Function):
-    """Hands back a gradient that is not contiguous, as an expanded or transposed use of `x` would."""
+    """Return a gradient that is not contiguous, like an expanded or transposed use of `x`."""
 
     @staticmethod
     def forward(ctx, x):
@@ -278,7 +278,7 @@ def test_lora_mutation_is_detected(made, layout):
 
 
 def with_dropout(rank, world, path, cfg, batches):
-    """After two steps: the matrices that every tensor-parallel rank holds whole, a text scored twice, and the first gradient norm."""
+    """Return, after two steps, replicated matrices, two scores of a text, and the first gradient norm."""
     policy, norms = cases.build(path, cfg, world), []
     for index, samples in enumerate(batches):
         norms.append(policy.train_step(cases.make_batch(policy, samples, index)).metrics["grad_norm"])

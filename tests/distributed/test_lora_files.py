@@ -1,4 +1,4 @@
-"""Adapters from PEFT's files and back, under every layout: what they compute, what is written, what they give when added to the weights."""
+"""Adapters loaded from PEFT's files and exported, in each layout: log-probs, files, and the merged weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 
 def by_peft(model: Path, out: Path, **config) -> Path:
-    """A directory that PEFT itself has written; all matrices random."""
+    """Return an adapter directory that PEFT has written, with random matrices."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
@@ -64,7 +64,7 @@ def worst(one, other) -> float:
 
 
 def use(rank, world, model, cfg, adapters, out):
-    """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
+    """Return log-probs with each adapter; export it and the merged model."""
     from megatron_grpo.run.export import export_model
     from megatron_grpo.run.metrics.model_card import ModelCard
 
@@ -118,7 +118,10 @@ ATTENTION = dict(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj"
 
 @pytest.mark.parametrize(("name", "layout"), [("GLM", "TP2 ETP1"), ("gpt-oss", "EP2"), ("OLMo", "PP2"), ("Gemma", "TP2 SP")])
 def test_peft_adapters_of_other_families_load_and_export_exactly(tmp_path, name, layout):
-    """Of experts PEFT has other names in its files: see `test_export_warns_of_modules_that_peft_drops`."""
+    """On attention, and in dense models on the MLP.
+
+    PEFT's files have other names for experts (`test_export_warns_of_modules_that_peft_drops`).
+    """
     path, config = write_tiny(tmp_path / "model", **cases.FAMILIES[name]), ATTENTION
     if name not in cases.WITH_EXPERTS:
         config = config | dict(target_modules="all-linear")
@@ -154,7 +157,7 @@ def test_adapter_of_another_base_is_an_error(model, tmp_path):
 
 
 def export_and_listen(rank, world, model, adapters, out):
-    """What was logged while each adapter was written, by name."""
+    """Return the log lines of each export, by name."""
     import logging
 
     said = []
@@ -176,7 +179,7 @@ def export_and_listen(rank, world, model, adapters, out):
 
 
 def test_export_warns_of_modules_that_peft_drops(tmp_path):
-    """Beside experts PEFT 0.21 takes gate_proj, up_proj and down_proj of dense layers and shared experts for experts' matrices."""
+    """Beside experts, PEFT 0.21 treats gate_proj, up_proj and down_proj of dense layers and shared experts as experts' matrices."""
     model = write_tiny(tmp_path / "model", "deepseek_v3")
     left_out = [f"{where}.{last}_proj" for where in ("layers.0.mlp", "shared_experts") for last in ("gate", "up", "down")]
     kinds = {"all": lora_cases.LoraSettings(rank=4), "fitting": lora_cases.LoraSettings(rank=4, exclude_modules=left_out)}
@@ -245,7 +248,7 @@ def list_names(rank, world, directory):
 
 
 def third_step(rank, world, model, cfg, batches, directory):
-    """The adapter is drawn anew: all of it must come from the files."""
+    """Take the third step after a resume with a newly drawn adapter: all of its state must come from the files."""
     from megatron_grpo.run.checkpoint.distributed import read_sharded
 
     policy = cases.build(model, cfg.with_values({"adapters": None, "seed": 7}), world)

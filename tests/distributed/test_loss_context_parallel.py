@@ -1,4 +1,4 @@
-"""A sequence's tokens may lie on two context-parallel ranks: the loss and its gradients are those of one rank."""
+"""The loss, its gradients and its metrics on two context-parallel ranks, against one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [
 
 
 def losses_on(compute_positions, sum_over_context):
-    """Loss, gradients at the C positions (0 where another rank holds them), and logs, for every case."""
+    """Return loss, gradients at the C positions (0 for those of another rank) and logs of each case."""
     answers = []
     for seed, cfg in enumerate(CASES):
         completions = random_batch(seed)

@@ -1,6 +1,6 @@
-"""Room for the sampler: all memory leaves and comes back, and training goes on bit for bit. Each other way to make the trip shows.
+"""Offload for the sampler: all memory is freed and restored, and training stays equal bit for bit. Other ways to offload are detected.
 
-The other ways raise no error by themselves. All layouts in both precisions: `python tools/parity.py --only offload`.
+Those ways raise no error by themselves. All layouts in both precisions: `python tools/parity.py --only offload`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 
 def parameters_leave_the_flat_buffer(policy, trip):
-    """`module.to("cpu")`, and back."""
+    """Mutation: `module.to("cpu")` and back."""
     trip()
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
@@ -47,7 +47,7 @@ def storages_are_counted_twice(policy, trip):
 
 
 def without(policy, leaves):
-    """The policy's tensors but for those that `leaves(role, tensor)` says."""
+    """Leave out the policy's tensors for which `leaves(role, tensor)` is true."""
     from megatron_grpo.core.policy.memory_offload import iterate_tensors
 
     policy.offloader._held = lambda: ((role, tensor) for role, tensor in iterate_tensors(policy) if not leaves(role, tensor))
@@ -59,7 +59,7 @@ def the_reference_is_left_behind(policy, trip):
 
 
 def only_the_first_chunk_leaves(policy, trip):
-    """As `model[0].offload_grad_buffers()` does."""
+    """Mutation: `model[0].offload_grad_buffers()`."""
     from megatron_grpo.core.policy.memory_offload import iterate_tensors
 
     first = SimpleNamespace(chunks=policy.chunks[:1], wrapped=policy.wrapped[:1], reference=None, optimizer=policy.optimizer)

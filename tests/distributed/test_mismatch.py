@@ -1,4 +1,4 @@
-"""`mismatch` names the operation that was hurt, and none where none was. tools/mismatch_faults.py has all faults and all layouts."""
+"""`mismatch` names the operation with a fault, and none in a clean run. tools/mismatch_faults.py has all faults and layouts."""
 
 from __future__ import annotations
 

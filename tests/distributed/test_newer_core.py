@@ -1,9 +1,10 @@
-"""The other end of the megatron-core range, which does not install on this Python: its unpacked wheel on the path of a fresh process.
+"""The newest supported megatron-core, which does not install on this Python: its unpacked wheel on the path of a new process.
 
 pip download megatron-core==0.19.2 --no-deps --python-version 3.12 --only-binary=:all: && unzip -d core megatron_core-*.whl
+
 MEGATRON_GRPO_EXTRA_CORE=core pytest tests/distributed/test_newer_core.py
 
-Every sixth test of each of those files; all of them with MEGATRON_GRPO_ALL_TESTS=1.
+Runs every sixth test of each of these files; all of them with MEGATRON_GRPO_ALL_TESTS=1.
 """
 
 from __future__ import annotations

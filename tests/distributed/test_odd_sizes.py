@@ -1,4 +1,4 @@
-"""A model of odd sizes is refused by a sentence, or computed as by transformers: one of each family; `tools/parity.py --odd` draws more."""
+"""Models of unusual sizes, one of each family: rejected with an error, or equal to transformers. `tools/parity.py --odd` draws more."""
 
 from __future__ import annotations
 

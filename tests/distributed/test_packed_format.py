@@ -1,4 +1,4 @@
-"""What Transformer Engine is handed, read by an attention that needs no GPU: cumulative lengths, and rotated queries and keys."""
+"""The packed format of Transformer Engine, read by an attention on CPU: cumulative lengths, and rotated queries and keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
         local, calls = layers.PackedAttention, []
 
         class OfTransformerEngine(torch.nn.Module):
-            """query [t, heads, k], as Megatron-Core hands it to a "thd" attention -> [t, heads * k]. Its segments are all that it knows."""
+            """Attention on query [t, heads, k] of Megatron-Core's "thd" format -> [t, heads * k]. It uses only the cumulative lengths."""
 
             def __init__(self, **as_megatron_does):
                 super().__init__()

@@ -1,4 +1,4 @@
-"""A part of tools/parity.py, of two steps, not three: losses, every gradient tensor and weights, against float64 in one process."""
+"""A part of tools/parity.py with two steps: losses, all gradient tensors and weights, against float64 in one process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_odd_shapes_equal_float64(tmp_path, name):
 
 @pytest.mark.parametrize(("layout", "quantiles"), [("1", (0.1, 0.2, 0.3, 0.7, 0.8, 0.9)), ("CP3", (0.2, 0.8))], ids=["1", "CP3"])
 def test_entropy_threshold_selects_first_tokens_of_a_group_together(tmp_path, layout, quantiles):
-    """Their entropies differ by rounding alone, and each quantile here falls on a group's first tokens."""
+    """Their entropies differ by rounding only, and each quantile of the cases is at a group's first tokens."""
     path = write_tiny(tmp_path / "model", "qwen3", layers=2, vocab=125, std=0.3)
     batches = cases.stored_rollout(path, vocab=125, groups=((3, (1, 1, 2, 1)), (5, (2, 1, 1, 1))))
     losses = {quantile: dict(loss_type="dapo", top_entropy_quantile=quantile) for quantile in quantiles}
@@ -103,7 +103,7 @@ def test_entropy_threshold_selects_first_tokens_of_a_group_together(tmp_path, la
 
 @pytest.mark.parametrize("layout", ["1", "CP2", "TP2 SP", "PP2 VPP2"])
 def test_short_sequences_and_ranks_without_a_trained_token_equal_float64(tmp_path, layout):
-    """Two tokens in all: under CP one rank has nothing to train. One completion trains nothing at all."""
+    """Two tokens in all: under CP one rank trains none. One completion trains none at all."""
     path = write_tiny(tmp_path / "model", "qwen3", layers=4, vocab=125, std=0.1)
     batches = cases.stored_rollout(path, vocab=125, groups=((1, (1, 1)), (1, (2,)), (2, (1,))))
     batches[0][1].mask[:] = False

@@ -1,4 +1,4 @@
-"""Completions that live over weight syncs, on real vLLM engines: each token against transformers at the version that it names."""
+"""Partial rollouts over weight syncs on real vLLM engines: each token's log-prob against transformers at the token's weight version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def make_versions(path):
-    """The state of each version: the checkpoint's, and after each push all matrices moved by 5 % of their spread."""
+    """Return the weights of each version: the checkpoint's, then all matrices changed by 5 % of their standard deviation at each sync."""
     import torch
     from safetensors.torch import load_file
 
@@ -69,7 +69,7 @@ def push(engine, states, version):
 
 
 def sampled(engine, states, sampling, first=0, kept=()):
-    """(groups that this rank was given, what was kept for later after each step) of the sampling steps from `first` on."""
+    """Return (groups of this rank, what was kept after each step) of the sampling steps from `first` on."""
     found, after = [], []
     for version in range(first, len(STEPS)):
         wanted, ahead = STEPS[version]
@@ -91,7 +91,7 @@ def bits(groups):
 
 
 def errors(path, states, groups, sampling):
-    """|the sampler's log-prob - transformers' at the version that the token names|, of each token."""
+    """Return |sampler log-prob - transformers'| of each token at its version."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -199,7 +199,7 @@ def test_partial_rollout_mutation_changes_logprobs(model, what):
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_partial_rollout_parts_have_different_seeds(model, is_right):
-    """With the seed of the first part, a part would be sampled from the random numbers of the one before it."""
+    """With the first part's seed, a part would reuse its random numbers."""
 
     def body(rank, world_size):
         from megatron_grpo.plugins.partial_rollouts import engine as partial_rollouts
@@ -225,7 +225,7 @@ def test_partial_rollout_parts_have_different_seeds(model, is_right):
 
 
 def test_partial_rollout_stop_string_across_an_interruption_ends_the_completion(model):
-    """Words are numbers, so a stop string of the end of one and the beginning of the next lies over two tokens. Each part has three."""
+    """Tokens are numbers, so a stop string of the end of one and the beginning of the next spans two tokens. Each part has three."""
 
     def body(rank, world_size):
         stops = ("1 4", "7 2", "3 9", "5 8")

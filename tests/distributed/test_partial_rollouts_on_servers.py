@@ -1,6 +1,6 @@
-"""Completions that live over weight syncs on real rollout servers: each token against transformers at its version, and servers that go.
+"""Partial rollouts over weight syncs on real rollout servers: each token against transformers at its version, and loss of servers.
 
-Four servers are started once. They end one after the other, so the tests run in their order.
+Four servers are started once. They are killed one after another, so the tests run in their order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSIONS, NUM_PROMPTS = 3, 40
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Checkpoints of one architecture with different weights: those of each version."""
+    """Checkpoints of one architecture with different weights, one per version."""
     folder = tmp_path_factory.mktemp("models")
     return [write_tiny(folder / str(seed), tied=False, seed=seed, max_positions=512) for seed in range(VERSIONS)]
 
@@ -64,7 +64,7 @@ def prepare_model(path):
 
 
 def find_worst_gap(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
-    """|sampled log-prob - transformers'| at the version that each token names, of a completion; in nats at temperature 1."""
+    """Return the largest |sampled log-prob - transformers'| of a completion, at each token's version, in nats at temperature 1."""
     from tests.tiny_models import hf_logprobs
 
     worst = 0.0
@@ -75,7 +75,10 @@ def find_worst_gap(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
 
 
 def live_over_pushes(rank, world, paths, named, out, seconds):
-    """Three pushes after random times; of this rank: prompt -> tokens, spans and text; the largest gap; what each push interrupted."""
+    """Sync three times after random delays.
+
+    Return prompt -> tokens, spans and text of this rank, the largest gap, and what each sync interrupted.
+    """
     asked, found, left, kept = prompts(NUM_PROMPTS), {}, [], []
     rng, to_check = random.Random(seconds), []  # checked at the end: servers go on meanwhile
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
@@ -123,7 +126,7 @@ def test_server_partial_rollout_tokens_equal_their_version_at_random_syncs(model
 
 
 def interrupt_and_kill(rank, world, paths, named, out, moment, pids):
-    """A server is killed at a moment of a push; what the others then sample."""
+    """Kill a server at a point of a sync; return what the others sample then."""
     asked = prompts(NUM_PROMPTS)
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
         push(policy, weight_sync, paths, 0)
@@ -178,7 +181,7 @@ def test_abort_returns_partial_completions_and_server_continues(models, servers,
 
 
 def hold(rank, world, paths, named, out, file):
-    """Requests of several completions and of one, some of which have ended when POST /abort comes."""
+    """Return the answers to requests of several completions and of one, some of which have ended when POST /abort arrives."""
     from megatron_grpo.plugins.servers.http import start_coroutine
 
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
@@ -248,7 +251,7 @@ def test_returning_server_continues_kept_completions_after_loss_of_all(models, s
 
 
 def lose_all(rank, world, paths, named, out, pid):
-    """The only server is stopped for longer than a stream may be silent, then continued: all weights are lost, and synced again."""
+    """Stop the only server for longer than the stream timeout, then continue it: it loses its weights and is synced again."""
     from megatron_grpo.core.rollout.engine import WeightsLostError
     from megatron_grpo.plugins.servers import http
 

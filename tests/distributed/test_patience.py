@@ -1,4 +1,4 @@
-"""Work that ranks end at different times may take longer than a collective."""
+"""Work of different duration on ranks may take longer than the timeout of a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that `plan` announces against the tensors that Megatron-Core really makes, rank by rank."""
+"""Bytes of `plan` against the tensors that Megatron-Core allocates, rank by rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.vision_cases import write_vlm
 
 
 def measured(rank, world, path, cfg):
-    """Of this rank's real tensors, after one step: its place, its bytes, what aligns its buffers, and its share of a checkpoint's."""
+    """Return measurements of this rank after one step: its parallel ranks, bytes of tensors, buffer alignment, part of a checkpoint."""
     import torch
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.dict_utils import nested_values

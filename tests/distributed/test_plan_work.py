@@ -1,4 +1,4 @@
-"""What `plan` says of activations and FLOPs against what autograd keeps and multiplies, on one rank."""
+"""Activations and FLOPs of `plan` against what autograd stores and multiplies, on one rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ SHARED = dict(share_prefix="true", micro_batch_size=8, global_batch_size=8)
 
 
 def attention_flops(q, k, v, is_causal):
-    """Of the shapes of one call: two products, of all queries with all keys or with half of them."""
+    """Return the FLOPs of one attention call by shapes: two products of all queries with all keys, or with half of them."""
     return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) // (2 if is_causal else 1)
 
 
 def measured(rank, world, path, runs):
-    """By run, of one sequence: bytes that autograd keeps, each storage once; FLOPs forward and backward; tokens, and those that train."""
+    """Return measurements of one sequence by run.
+
+    Bytes that autograd stores (each storage once), FLOPs forward and backward, tokens and trained tokens.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -129,7 +132,7 @@ STATES = dict(family="qwen3_5_text", layers=LAYERS, std=0.02, linear_num_key_hea
 
 
 def counted_rule(rank, world, path):
-    """Of one sequence of two whole chunks: FLOPs forward and backward, triangular systems too; its tokens, and those that train."""
+    """Return, for one sequence of two full chunks: FLOPs forward and backward with triangular systems, tokens and trained tokens."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

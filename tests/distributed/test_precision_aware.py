@@ -1,4 +1,4 @@
-"""Gradients and optimizer state in few bits, in real Megatron-Core on ranks: their dtypes, and how far from float32 the steps are."""
+"""Low-precision gradients and optimizer state in real Megatron-Core on ranks: dtypes, and errors of the steps against float32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batches(models):
 
 
 def kept(policy) -> dict[str, torch.Tensor]:
-    """What the optimizer has on this rank, in float32, by (place of the weight, name)."""
+    """Return the optimizer's state on this rank in float32, by (index of the weight, name)."""
     from megatron_grpo.core.policy.sharded_state import iterate_runs
 
     runs = enumerate(iterate_runs(policy.optimizer))
@@ -49,7 +49,7 @@ def kept(policy) -> dict[str, torch.Tensor]:
 
 
 def steps(policy, batches, first=0):
-    """(norm of the gradient, what the optimizer has) of each step, and the weights at the end."""
+    """Return (gradient norm, optimizer state) of each step, and the final weights."""
     found = []
     for index, rows in enumerate(batches, first):
         metrics = policy.train_step(cases.make_batch(policy, rows, index)).metrics
@@ -138,7 +138,7 @@ def test_precision_aware_checkpoint_resumes_in_another_layout_with_other_dtypes(
         return whole(policy), {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
 
     def whole(policy):
-        """What the optimizer has, as a checkpoint describes it: float32, on the ranks of this process."""
+        """Return the optimizer's state like a checkpoint: float32, on the ranks of this process."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -205,7 +205,7 @@ def test_resume_of_float32_weights_in_fp16_rounds_equally_on_all_ranks(models, b
 
 
 def test_replica_check_detects_a_weight_that_differs_from_its_master_copy(models):
-    """Sound runs are checked in tests/end_to_end/test_precision_aware.py."""
+    """Clean runs are checked in tests/end_to_end/test_precision_aware.py."""
 
     def body(rank, world):
         from megatron_grpo.commands.analysis.replica_check import _rounded

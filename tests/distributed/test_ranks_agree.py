@@ -1,4 +1,4 @@
-"""Ranks that differ all hear the same sentence before groups are made; those that have the same go on."""
+"""Ranks with different settings get the same error before groups are made; ranks with equal settings continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference model: absent at beta 0, a frozen copy else, and moved towards the policy where it is asked to follow."""
+"""The reference model: absent at beta 0, else a frozen copy, which moves toward the policy with sync_ref_model."""
 
 from __future__ import annotations
 

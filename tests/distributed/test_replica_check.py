@@ -1,4 +1,4 @@
-"""Copies that part are named, before the optimizer acts; tools/replica_faults.py has the rest of the faults, and the clean runs."""
+"""The replica check names differing copies before the optimizer step; tools/replica_faults.py has all other faults and the clean runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_replica_check_names_ranks_of_the_differing_copy():
 
 
 def test_replica_check_ignores_nan_in_both_precisions(models):
-    """As an optimizer leaves it: the bfloat16 weight and its float32 copy are the same, though no NaN equals itself."""
+    """The bfloat16 weight and its float32 copy are both NaN, which is not a difference; the gradient check reports it."""
 
     def body(rank, world):
         from megatron_grpo.commands.analysis.replica_check import _rounded

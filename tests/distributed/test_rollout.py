@@ -1,4 +1,4 @@
-"""Real vLLM engines in forked gloo ranks, compared with transformers and with each other."""
+"""vLLM engines in forked gloo ranks, against transformers and each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_path(tmp_path_factory):
 
 @contextlib.contextmanager
 def engine_at(path, rank, world_size, *, tp=1, dtype="float32", max_model_len=128, **settings):
-    """Imported late: the test process itself never loads vLLM."""
+    """Build an engine. Imported late: the test process itself never loads vLLM."""
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     cfg = RolloutConfig(**{"vllm_kv_cache_memory_mb": 8, "vllm_max_num_seqs": 32, "vllm_tensor_parallel_size": tp} | settings)
@@ -150,7 +150,7 @@ def test_completions_do_not_depend_on_engine_capacity(model_path):
 
 
 def test_prompt_is_prefilled_once_per_group_with_equal_bits(model_path):
-    """In a cache of 1,000 tokens completions are thrown out and begun again; requests of one completion each share no part of a block."""
+    """In a cache of 1,000 tokens completions are preempted and restarted; requests of one completion each share no partial block."""
     lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 100]
     prompts = [
         Prompt(number=i, row=i, raw="", token_ids=tuple(4 + (3 * i + k) % 120 for k in range(n)), columns={}) for i, n in enumerate(lengths)

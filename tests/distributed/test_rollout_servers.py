@@ -1,6 +1,6 @@
-"""A trainer of several ranks with real rollout servers: the same tokens as vLLM inside the ranks, and every way in which servers go.
+"""A trainer of several ranks with real rollout servers: tokens equal to colocated vLLM's, and each way in which servers are lost.
 
-Three servers are started once. They end one after the other, so the tests run in their order.
+Three servers are started once. They are killed one after another, so the tests run in their order.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SEED = 5
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Checkpoints of one architecture with different weights; the first is what servers and runs begin with."""
+    """Checkpoints of one architecture with different weights; servers and runs start with the first."""
     folder = tmp_path_factory.mktemp("models")
     return [write_tiny(folder / str(seed), tied=False, seed=seed) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
 def servers(models, tmp_path_factory):
-    """Three, with room for adapters."""
+    """Three servers, which accept adapters."""
     folder = tmp_path_factory.mktemp("servers")
     started = [Server(folder / str(i), models[0], "--tuner_type", "lora", "--lora_rank", "8") for i in range(3)]
     try:
@@ -47,7 +47,7 @@ def servers(models, tmp_path_factory):
 
 
 def named_in(folder: Path, *servers: Server) -> str:
-    """A directory of addresses, as servers write them."""
+    """Return a directory with the servers' address files."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for number, server in enumerate(servers):
@@ -69,17 +69,17 @@ def sampling(n=3, length=16):
 
 
 def cut(**how):
-    """Of what is left each token tells."""
+    """Return sampling settings with top_k, top_p and min_p; each token has a sampling mask."""
     return dataclasses.replace(sampling(**how), top_k=12, top_p=0.9, min_p=0.01, returns_sampling_mask=True)
 
 
 def bound():
-    """By a grammar too: it goes over HTTP, and is part of what is left."""
+    """Return sampling settings with a grammar, which is sent over HTTP and limits the sampling mask."""
     return dataclasses.replace(cut(), more={"structured_outputs": {"regex": "1[0-9]{3,30}"}})
 
 
 def describe_completion(groups):
-    """Tokens, and what they were drawn among."""
+    """Return the tokens and their sampling masks."""
     kept = [
         [one.sequence.sampling_mask and [part.tolist() for part in one.sequence.sampling_mask] for one in group.completions]
         for group in groups
@@ -89,7 +89,7 @@ def describe_completion(groups):
 
 @contextlib.contextmanager
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
-    """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
+    """Yield (policy, engine, publisher) of one rank, like `build`. Pass `parallel` of the first one in this process."""
     from megatron_grpo.core.weights.shape import ModelShape
     from megatron_grpo.plugins.servers.servers import build_servers
     from megatron_grpo.run.adapters import lora_sync
@@ -113,7 +113,7 @@ def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **cha
 
 
 def worst_gap(groups, path, temperature):
-    """|sampled log-prob - transformers'| of every token that this rank was given."""
+    """Return the largest |sampled log-prob - transformers'| of this rank's tokens."""
     from tests.tiny_models import hf_logprobs, load_tiny
 
     model, worst = load_tiny(path), 0.0
@@ -124,7 +124,7 @@ def worst_gap(groups, path, temperature):
 
 
 def by_number(parts):
-    """Tokens of every group, of all ranks, by the prompt's number; each group was on one rank."""
+    """Return the tokens of all groups of all ranks by prompt number; each group is on one rank."""
     found = {number: tokens for part in parts for number, tokens in part.items()}
     assert len(found) == sum(map(len, parts))
     return found
@@ -134,7 +134,7 @@ def by_number(parts):
 
 
 def sample_versions(rank, world, paths, named, out, layout):
-    """Three pushes of other weights, and what is sampled after each."""
+    """Sync three other weights, and return what is sampled after each."""
     from megatron_grpo.core.weights.hf_files import HfReader
 
     found = []
@@ -177,7 +177,7 @@ def test_servers_and_colocated_engine_sample_equal_tokens(models, servers, tmp_p
 
 
 def push_adapters(rank, world, path, named, out, alone):
-    """A trial, an adapter that is far from zero, and back; each is verified, and what is sampled follows."""
+    """Sync a trial adapter, a large adapter, and the trial again; each is verified and changes what is sampled."""
     changes = dict(tuner_type="lora", lora_rank=8, vllm_enable_lora=alone)
     with trainer(rank, world, path, named, out, **TP2, **changes) as (policy, engine, weight_sync):
         first = weight_sync.sync_weights(0)
@@ -208,7 +208,7 @@ ENDS = tuple(range(4, 128, 3))
 
 
 def play_on(engine):
-    """A sampler of episodes over this engine; its environment says the number of the turn."""
+    """Return a sampler of episodes on this engine; its environment answers with the turn's number."""
     from megatron_grpo.plugins.environments.episode_runner import EpisodeRunnerFactory, EpisodeSampler
     from megatron_grpo.plugins.environments.protocol import Environment
     from megatron_grpo.plugins.environments.trajectory import ChatTemplate
@@ -227,7 +227,7 @@ def play_on(engine):
 
 
 def agents_on(engine):
-    """A sampler of agents over this engine: of several contexts, with two requests at once."""
+    """Return a sampler of agents on this engine: several contexts, with two requests in parallel."""
     from megatron_grpo.plugins.environments.agents import AgentSampler
     from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.agents import branching, stage
@@ -268,7 +268,7 @@ def play_inside(rank, world, path, player, told):
 
 
 def play_and_lose(rank, world, path, named, out, player, told):
-    """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
+    """Return the same episodes on all servers; with a server whose connection breaks in mid-episode; and with all again."""
     from megatron_grpo.plugins.servers.http import ServerGoneError
     from tests.unit.trainer.test_rollouts import build_generator
 
@@ -290,7 +290,7 @@ def play_and_lose(rank, world, path, named, out, player, told):
 
 
 def break_after(member, lines, gone, losses):
-    """The connection to a server breaks once, after so many lines of answers."""
+    """Break the connection to a server once, after this many answer lines."""
     real, left = member.server.stream, [lines]
 
     async def breaking(path, body, take):
@@ -348,7 +348,7 @@ RUN = ["--max_steps", "6", "--save_steps", "100", "--dynamic_sample", "true", "-
 
 @pytest.fixture(scope="module")
 def inputs(models, tmp_path_factory):
-    """The flags that name model, data and rewards; and the data again, held out."""
+    """The flags of model, data and rewards; the data is also the held-out set."""
     from tests.end_to_end.runs import write_inputs
 
     folder = tmp_path_factory.mktemp("inputs")
@@ -359,7 +359,7 @@ def inputs(models, tmp_path_factory):
 
 
 def run_training(rank, world, flags):
-    """The command; what it ends with. Who stands still is given up soon. Where servers sample the ranks have no vLLM."""
+    """Run the command; return its exit code. A frozen server times out soon; with servers the ranks have no vLLM."""
     import sys
 
     from megatron_grpo.cli import main
@@ -372,7 +372,7 @@ def run_training(rank, world, flags):
 
 
 def outcome(out: Path):
-    """What was sampled, what the metrics say but for times, and the weights at the end."""
+    """Return what was sampled, the metrics without times, and the final weights."""
     import pyarrow.parquet as pq
     from safetensors.numpy import load_file
 
@@ -388,7 +388,7 @@ def outcome(out: Path):
 
 @pytest.fixture(scope="module")
 def inside(inputs, tmp_path_factory):
-    """A whole run with vLLM inside the ranks."""
+    """Output of a complete run with colocated vLLM."""
     out = tmp_path_factory.mktemp("inside")
     assert run_ranks(run_training, 2, [*inputs, "--vllm_kv_cache_memory_mb", "32", "--output_dir", str(out)], timeout=180) == [0, 0]
     return outcome(out)
@@ -414,7 +414,7 @@ def test_run_on_servers_equals_colocated_run(inputs, inside, servers, tmp_path):
 
 
 def push_wrong_tensors(rank, world, path, named, out):
-    """A tensor that does not come, and one that comes wrong: the run hears which, and of which server; the next push is right."""
+    """Sync with a missing tensor and with a wrong one: the error names the tensor and the server, and the next sync succeeds."""
     from dataclasses import replace
 
     from megatron_grpo.core.trainer.weight_sync import WeightSyncError
@@ -444,7 +444,7 @@ def test_server_sync_error_names_tensor_and_server(models, servers, tmp_path):
 
 
 def take_over(rank, world, path, named, out):
-    """A second run is refused by name; a later process of the same run takes over, and the earlier one ends."""
+    """A second run is rejected by name; a later process of the same run takes over, and the earlier one ends."""
     from megatron_grpo.core.base.errors import ConfigError, RunError
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
@@ -464,7 +464,7 @@ def test_server_belongs_to_one_run_and_its_latest_process(models, servers, tmp_p
 
 
 def when_answered(rank, count, act):
-    """On rank 0: acts once so many prompts were answered from now on; returns their lines."""
+    """Run an action on rank 0 once this many further prompts were answered; return their lines."""
     from megatron_grpo.plugins.servers import requests
 
     heard, decode = [], requests.wire.decode_line
@@ -483,7 +483,7 @@ def when_answered(rank, count, act):
 
 
 def freeze(rank, world, path, named, out, pid):
-    """A server stands still in the middle of a question, and thaws: it is used again after the next push."""
+    """Stop a server during a rollout and continue it: it is used again after the next sync."""
     from megatron_grpo.plugins.servers import http, server_group
 
     http.SILENCE, server_group.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
@@ -511,7 +511,7 @@ def ask_all(rank, world, path, named, out):
 
 @pytest.fixture(scope="module")
 def whole(models, servers, tmp_path_factory):
-    """What a question of sixty prompts is answered where nothing happens."""
+    """Answers to sixty prompts without a fault."""
     folder = tmp_path_factory.mktemp("whole")
     return by_number(run_ranks(ask_all, 2, models[0], named_in(folder / "names", servers[0]), folder / "run", env=ASKS, timeout=120))
 
@@ -523,7 +523,7 @@ def test_frozen_server_loses_no_prompt_and_is_used_again(models, servers, tmp_pa
 
 
 def die_in_a_push(rank, world, path, named, out, pid):
-    """One of two servers is killed after the third tensor: the other has the weights, all of them, and nobody the half of them."""
+    """Kill one of two servers after the third tensor: the other has all weights, and no server has a part."""
     from dataclasses import replace
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
@@ -556,7 +556,7 @@ def test_server_killed_in_a_sync_costs_only_that_sync(models, servers, tmp_path,
 
 
 def lose_all(rank, world, path, named, out, pid, address):
-    """The only server is killed in the middle of a question, and another writes its address: what was answered is kept."""
+    """Kill the only server during a rollout; another one registers its address, and earlier answers are kept."""
     from tests.unit.trainer.test_rollouts import build_generator
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
@@ -611,7 +611,7 @@ PROMPTS_OF_FAULTS = 60
 
 
 def ask_rounds(rank, world, paths, named, out, folder):
-    """Pushes other weights and asks, until a file `stop` is there; writes a line a round, and what each model answered the first time."""
+    """Sync weights and sample until a file `stop` exists; write one line per round, and the first answers of each model."""
     import json
     from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Experts that were chosen before: exact in every layout, recorded and told as they were taken, and each silent mistake would be seen."""
+"""Router replay: exact in each layout, experts recorded as they were selected, and each silent mutation is detected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS = ((3, (5, 1, 4, 8)), (1, (2, 12)), (7, (2, 9)))
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(path, a batch whose tokens have random experts, what it should give): with a KL, whose reference routes for itself."""
+    """Return (path, a batch with random experts per token, expected results): with a KL, whose reference uses its own routing."""
     found = {}
 
     def get(model: str):
@@ -45,7 +45,7 @@ def made(tmp_path_factory):
     ("MLA", "CP2 EP2", {}),
 ], ids=str)  # fmt: skip
 def test_steps_with_forced_experts_equal_float64(made, model, layout, more):
-    """Losses with the z-loss, every gradient, that of the routers too, which comes through the weights of the forced experts."""
+    """Losses with the z-loss, and all gradients including those of routers, through the weights of the forced experts."""
     path, batches, right = made(model)
     shared = dict(max_tokens_per_micro_batch=32, **cases.SHARED)
     runs = {"shared": REPLAYED | shared | more} | ({"apart": REPLAYED | dict(micro_batch_size=2) | more} if layout == "PP2" else {})
@@ -54,7 +54,7 @@ def test_steps_with_forced_experts_equal_float64(made, model, layout, more):
 
 
 def own_routes(model, tokens: np.ndarray) -> np.ndarray:
-    """What transformers' routers choose: [T, MoE layers, k], sorted."""
+    """Return the experts of transformers' routers: [T, MoE layers, k], sorted."""
     found = []
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     hooks = [gate.register_forward_hook(lambda gate, inputs, output: found.append(output[2].numpy())) for gate in gates]
@@ -128,7 +128,7 @@ def test_router_replay_applies_to_policy_and_old_logprobs_but_not_reference(made
 
 
 def sampled(rank, world, path, *, dtype, tp=1):
-    """What vLLM answered to three prompts, one of them beyond a block of its prefix cache, asked twice."""
+    """Return vLLM's answers to three prompts, one of them longer than a block of its prefix cache, each asked twice."""
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.rollout.engine import SamplingSettings
     from megatron_grpo.core.rollout.experts import ExpertLayers
@@ -152,7 +152,7 @@ def sampled(rank, world, path, *, dtype, tp=1):
 
 
 def test_vllm_returns_experts_on_cpu_on_each_rank_of_an_engine(tmp_path):
-    """In float32 they are those that transformers takes; the second layer of the model has none."""
+    """In float32 they equal transformers'; the second layer of the model has none."""
     path = write_tiny(tmp_path / "model", "qwen3_moe", layers=3, experts=8, mlp_only_layers=[1])
 
     def body(rank, world):
@@ -192,7 +192,7 @@ def test_router_replay_reduces_bfloat16_mismatch(tmp_path):
 
 @contextlib.contextmanager
 def experts_otherwise(change):
-    """Micro-batches whose experts are `change(experts, batch)`."""
+    """Mutation: experts of micro-batches are `change(experts, batch)`."""
     from megatron_grpo.core.trainer import sample_buffer as pending
 
     right = pending.collate_samples
@@ -206,7 +206,7 @@ def experts_otherwise(change):
 
 
 def without_alignment(experts, batch):
-    """Rows end to end, though padding lies between them."""
+    """Mutation: rows end to end, without the padding between them."""
     kept = experts[~batch.is_padding]
     return np.concatenate([kept, np.full_like(experts[: len(experts) - len(kept)], -1)])
 
@@ -223,7 +223,7 @@ def router(**methods):
 
 @contextlib.contextmanager
 def chosen(wrong):
-    """wrong: (scores, own, forced) -> (scores, experts)."""
+    """Mutation: wrong(scores, own, forced) -> (scores, experts)."""
     from megatron_grpo.core.policy.router import RouterReplayPass
 
     def choose(self, scores, own, router, number):
@@ -252,7 +252,7 @@ def without_gradient(scores, own, forced):
 
 @contextlib.contextmanager
 def latest_micro_batch_recomputed():
-    """A router that remembers what it saw last: under 1F1B that is the next micro-batch when this one is recomputed."""
+    """Mutation: the router uses its latest micro-batch, which under 1F1B is not the one that is recomputed."""
     from megatron_grpo.core.policy.router import RouterReplayPass
 
     latest = 0
@@ -281,7 +281,7 @@ def everyone_replays():
 
 
 def layers_as_this_rank_counts_them(self):
-    """Two chunks a stage: layers 0 and 2, 1 and 3."""
+    """Mutation: layer indices of this rank. Two chunks per stage: layers 0 and 2, 1 and 3."""
     return [0, 2, 1, 3][self.layer_number - 1]
 
 

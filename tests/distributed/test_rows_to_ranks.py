@@ -1,4 +1,4 @@
-"""What servers answer comes to rank 0, and goes on to those who judge and train it: integers and flags to all, tokens to no one else."""
+"""Rows from servers: rank 0 receives them, sends integers and flags to all ranks, and tokens only to ranks that score or train them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N = 4  # completions of a prompt
 
 @contextlib.contextmanager
 def received():
-    """Bytes that this rank is sent in exchanges, and in objects that all ranks get. gather_object pads each rank's part to the longest."""
+    """Count the bytes that this rank receives in exchanges and in objects for all ranks. gather_object pads to the longest part."""
     found, kept = Counter(), {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_object", "broadcast_object_list")}
 
     def exchange(output, *args, **kwargs):
@@ -57,7 +57,7 @@ def long_answers(length, server, body):
 
 
 def deliver_answers(rank, world, path, groups, length):
-    """(bytes on the way to the judges, bytes on the way to the trainers, rows that end here with the tokens that they should have)"""
+    """Return (bytes to the scoring ranks, bytes to the training ranks, rows of this rank with the tokens that they should have)."""
     from transformers import AutoTokenizer
 
     from megatron_grpo.core.parallel.layout import Layout

@@ -1,4 +1,4 @@
-"""Rows that wait, on real ranks: who holds what, what travels, and what is left after a step."""
+"""The sample buffer on real ranks: which rank holds which rows, what is sent, and what is left after a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 16
 
 
 def samples(num_rows: int = ROWS):
-    """Rows of 3 to 10 tokens; row i begins with token 100 + i, and its log-probs are -i / 100."""
+    """Return rows of 3 to 10 tokens; row i begins with token 100 + i, and its log-probs are -i / 100."""
     from megatron_grpo.core.types import Sample
 
     made = []
@@ -33,13 +33,13 @@ def samples(num_rows: int = ROWS):
 
 
 def token_weight_fn(num_masked, *, is_truncated, is_zero_std):
-    """A weight that says which row it belongs to; filters as integers and flags say."""
+    """Return weights that encode their row, and integer and flag columns as filters."""
     weights = np.array([num / 1000 for num in num_masked])
     return SimpleNamespace(row_weights=weights, num_sequences=len(num_masked) - sum(is_zero_std), num_loss_tokens=sum(num_masked))
 
 
 class Scorer:
-    """Every token's log-prob is its target over -1000; notes which rows it was asked about."""
+    """A policy whose log-probs are targets / -1000; it records which rows it scored."""
 
     def __init__(self):
         self.asked = []
@@ -225,7 +225,7 @@ def test_sample_buffer_rows_without_a_gradient_are_counted_but_not_computed(whic
 
 
 def test_sample_buffer_shared_prefix_uses_experts_of_the_first_row():
-    """Every micro-batch names other experts. Both ranks score rows of the one group."""
+    """Each micro-batch has other experts; both ranks score rows of one group."""
 
     def body(rank, world_size):
         pending, cut = start(rank, world_size)

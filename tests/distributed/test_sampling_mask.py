@@ -1,4 +1,4 @@
-"""Sampling from what top_k, top_p and min_p leave: the trainer's softmax is that of the sampler, exact in every layout."""
+"""Sampling with top_k, top_p and min_p: the trainer's softmax is over the sampler's tokens, exactly, in each layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND = dict(temperature=0.7, top_k=20, vllm_structured_outputs_regex="1[0-9]{3,
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(path, a batch whose tokens were drawn among a few words or among all, settings by loss, what each should give)."""
+    """Return (path, a batch whose tokens have a sampling mask or none, settings by loss, expected results)."""
     path = write_tiny(tmp_path_factory.mktemp("models") / "dense", **cases.MODELS["dense"])
     [samples] = cases.stored_rollout(path, vocab=125, groups=GROUPS)
     batches = [cases.with_kept(path, samples, vocab=125)]
@@ -33,7 +33,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", ["1", "TP2 SP", "CP2", "PP2"])
 def test_sampling_mask_steps_equal_float64(made, layout):
-    """With entropy's gradient, and with gradients that are made in the forward; each prompt computed once, and apart."""
+    """With the entropy's gradient and with gradients made in the forward, with and without shared prefixes."""
     path, batches, losses, right = made
     shared = dict(max_tokens_per_micro_batch=32, **cases.SHARED)
     runs = {"cispo": losses["cispo"] | dict(micro_batch_size=2), "slope": losses["slope"] | shared}
@@ -68,7 +68,7 @@ def test_sampling_mask_mutation_is_detected(made, mistake):
 
 
 def test_sampling_mask_sampler_and_trainer_logprobs_agree(tmp_path):
-    """As near as without a cut, where each is the log of a probability among all words. What is left is what transformers' logits say."""
+    """As near as without a mask; the masks equal those of transformers' logits."""
     path = write_tiny(tmp_path / "model", vocab=700, layers=2, std=0.1)
 
     def body(rank, world):
@@ -119,14 +119,14 @@ def test_sampling_mask_sampler_and_trainer_logprobs_agree(tmp_path):
 
 
 def allowed(logits: torch.Tensor, said: str) -> list[int]:
-    """The likeliest of the words that may come next: word n is written "n", and EOS may come where the whole is there."""
+    """Return the most probable of the tokens that the grammar allows next: word n is "n", and EOS is allowed after a complete text."""
     may = [n for n in range(4, len(logits)) if re.fullmatch("1[0-9]{0,7}", f"{said}{n}")]
     may += [EOS] if re.fullmatch("1[0-9]{3,7}", said) else []
     return sorted(sorted(may, key=lambda n: -float(logits[n]))[: BOUND["top_k"]])
 
 
 def find_kept_tokens(logits: torch.Tensor, sampling) -> list[int]:
-    """min_p first, then top_k, then top_p of what these left: as vLLM does."""
+    """Return the tokens after min_p, top_k and top_p in vLLM's order."""
     p = logits.softmax(-1)
     p = torch.where(p >= sampling.min_p * p.max(), p, 0.0)
     values, ids = p.topk(sampling.top_k)

@@ -1,4 +1,4 @@
-"""Each prompt computed once: exact in every layout, and each silent mistake would be seen. docs/shared_prompts.md names the mistakes."""
+"""Shared prefixes: exact in each layout, and each silent mutation is detected. docs/shared_prompts.md lists the mutations."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_shared_prefix_logprobs_and_loss_equal_unshared_run(made, model, layout)
 
 
 def test_shared_prefix_lora_steps_equal_peft(made, tmp_path):
-    """Against PEFT in float64; the reference of the KL is the policy with the adapter that the run began with."""
+    """Against PEFT in float64; the KL's reference is the policy with its initial adapter."""
     path, batches, _ = made("dense")
     adapter = lora_cases.write_random_adapter(path, tmp_path / "adapter")
     settings = dict(tuner_type="lora", adapters=str(adapter), **LOSSES["grpo"])
@@ -103,7 +103,7 @@ def test_shared_prefix_lora_steps_equal_peft(made, tmp_path):
 
 @contextlib.contextmanager
 def collated_otherwise(change):
-    """Micro-batches as `change(batch)` makes them. TrainingMicroBatches alone: the reference scores the same ones."""
+    """Mutation: micro-batches are `change(batch)`; only TrainingMicroBatches, because the reference scores the same ones."""
     from megatron_grpo.core.trainer import sample_buffer
 
     right = sample_buffer.collate_samples
@@ -112,7 +112,7 @@ def collated_otherwise(change):
 
 
 def first_tokens(batch):
-    """(trained position, its child) of what a trunk's last place predicts for a child."""
+    """Yield (trained position, its child) where the last position of a trunk predicts a child's first token."""
     child_segments = {segment.start: segment for segment in batch.segments if segment.parent >= 0}
     for i in range(len(batch.logit_positions) - 1):
         follows = batch.sequence[i] == batch.sequence[i + 1] and batch.logit_positions[i + 1] != batch.logit_positions[i] + 1
@@ -177,7 +177,7 @@ def padding_of_a_parent_seen(batch):
 
 @contextlib.contextmanager
 def kernel(**methods):
-    """The CPU's kernel with other methods. Each is given the right one."""
+    """Replace methods of the CPU kernel; each gets the right one."""
     from megatron_grpo.core.policy import attention
 
     right = attention.FLASH_ON_CPU
@@ -218,7 +218,7 @@ def parts_averaged():
 
 @contextlib.contextmanager
 def merged_outside_of_the_function():
-    """Autograd differentiates the merge: kernels have no gradient for the log-sum-exp that they give."""
+    """Mutation: autograd differentiates the merge; kernels have no gradient for their log-sum-exp."""
     import torch
 
     from megatron_grpo.core.policy import attention
@@ -347,7 +347,7 @@ def test_shared_prefix_z_loss_mutation_is_detected(made):
 
 
 def test_shared_prefix_grouping_by_number_only_is_detected(made):
-    """One row of each group has another second token: a date, or a picture."""
+    """One row of each group has another second token, as with a date or an image."""
     path, batches, _ = made("dense")
     changed = []
     for sample in batches[0]:

@@ -1,4 +1,4 @@
-"""A step that goes wrong on two ranks is kept, and one rank that replays it names the poison."""
+"""A faulty step on two ranks is dumped, and one rank that replays it names the cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batches(dense):
 
 
 def run(path, batches, folder, settings, *, poison=None, spoil=None, check=0, flags=()):
-    """Two steps on two ranks, the second one poisoned; what the ranks said; and what a replay found, if there is a step dump."""
+    """Take two steps on two ranks, the second with a fault; return the ranks' messages, and the replay's if there is a dump."""
     cfg = cases.settings(**dict(logprob_diff_warn=100.0) | settings)  # what is stored is not what a sampler would say
 
     def body(rank, world):
@@ -120,7 +120,7 @@ SPOILED = {
 
 @pytest.fixture(scope="module")
 def step_dump(dense, batches, tmp_path_factory):
-    """Of a step on one rank."""
+    """Dump of a step on one rank."""
     folder, cfg = tmp_path_factory.mktemp("debug_dump"), cases.settings(logprob_diff_warn=100.0)
 
     def body(rank, world):
@@ -194,7 +194,7 @@ def test_replay_names_flipped_bit(dense, batches, tmp_path, settings):
 
 
 def test_replay_of_dump_without_lost_rank_needs_all_rows(dense, batches, tmp_path):
-    """Two data-parallel ranks that hang before their gradient is summed; then the rows of one of them are gone."""
+    """Two data-parallel ranks hang before the gradient reduction; then the rows of one of them are removed."""
     cfg = cases.settings(logprob_diff_warn=100.0)
 
     def body(rank, world):
@@ -231,7 +231,7 @@ TAUGHT = dict(teacher_model_server=["http://teacher:8000"], teacher_kl_coef=0.7)
     "more", [{}, dict(tuner_type="lora", lora_rank=4), TAUGHT], ids=["full", "lora", "kept words and a teacher's log-probs"]
 )
 def test_replay_of_clean_step_repeats_figures_in_other_layouts(dense, batches, tmp_path, more):
-    """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
+    """Its dump is caused by a made-up gap to the sampler; loss, norm and log-probs are equal in other layouts."""
     if more is TAUGHT:
         batches = [[with_teacher(row) for row in cases.with_kept(dense, rows, vocab=125)] for rows in batches]
     settings = dict(logprob_diff_warn=0.01, beta=0.05, **{TP: 2}, **more)

@@ -1,4 +1,4 @@
-"""The first optimizer step from one stored rollout is the same under every cut, and a wrong one does not pass for it."""
+"""The first optimizer step from a stored rollout is equal for each layout and micro-batch size, and mutations are detected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_step_loss_and_gradient_norm_are_equal_in_each_layout_and_micro_batch_si
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def padded(request, tmp_path_factory):
-    """(checkpoint whose padding token has a row of zeros, a rollout in which it stands, transformers' step)."""
+    """Return (checkpoint whose padding token has an embedding of zeros, a rollout that contains it, transformers' step)."""
     path = write_tiny(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", layers=2, vocab=125, std=0.1, tied=request.param)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][PAD] = 0.0
@@ -54,7 +54,7 @@ def padded(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["1", "TP2", "TP2 SP", "PP2", "CP2"])
 def test_step_padding_embedding_has_no_gradient(padded, name):
-    """A norm of zeros has a huge derivative: with it the clipped step would be nearly 0. A tied head still trains the row."""
+    """The norm of zeros has a very large derivative, which would clip the step to nearly 0. A tied output layer still trains the row."""
     path, batches, right = padded
     found = step(path, batches, name)
     assert cases.distance(found, right).within(), cases.distance(found, right)

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks share: the gradient is the sum over them, however it lies in memory."""
+"""Gradient sums over tensor-parallel ranks, for contiguous and transposed gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 
 
 def gradient(rank: int, world: int) -> tuple[list, list, bool]:
-    """Of x under a weight of rank + 1: the gradient arrives as it is, and transposed."""
+    """Return the gradient of x under a weight of rank + 1, contiguous and transposed."""
     found, weight = [], torch.arange(6.0).reshape(2, 3) * (rank + 1)
     for use in (lambda y: (y * weight).sum(), lambda y: (y.t() * weight.t().contiguous()).sum()):
         x = torch.ones(2, 3, requires_grad=True)

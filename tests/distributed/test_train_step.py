@@ -1,4 +1,4 @@
-"""What surrounds a gradient: its sum over ranks, whether the optimizer may use it, and the learning rate that it is used with."""
+"""The train step around the gradient: its sum over ranks, whether the optimizer may use it, and the learning rate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 
 
 def optimizer_state(policy) -> list[torch.Tensor]:
-    """Adam's moments, flat, and how many steps it has taken."""
+    """Return Adam's moments, flat, and its step count."""
     inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     states = [state for one in inner for state in one.optimizer.state.values()]
     return [torch.as_tensor(value).clone() for state in states for value in state.values()]
@@ -42,7 +42,7 @@ def optimizer_state(policy) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["distributed optimizer", "all-reduce"])
 def test_bfloat16_gradients_are_summed_over_ranks_in_float32(dense, sharded):
-    """256 + 1: bfloat16 would round it to 256."""
+    """bfloat16 would round 256 + 1 to 256."""
     cfg = cases.settings(torch_dtype="bfloat16", use_distributed_optimizer=sharded)
 
     def body(rank, world):
@@ -83,7 +83,7 @@ def test_train_step_with_nonfinite_loss_changes_no_weights_or_moments(dense, bat
 
 @pytest.mark.parametrize("name", ["PP2", "TP2 SP"])
 def test_train_step_computes_logits_once_for_token_losses(dense, batches, name):
-    """What its gradients are is held against float64 elsewhere; a slope that is never right would only be slow."""
+    """Gradients are compared with float64 in other tests; a fused path that is never taken would only be slow."""
     layout = cases.LAYOUTS[name]
     losses = {"grpo": dict(beta=0.05, log_entropy=True), "adapters": dict(tuner_type="lora"), "GSPO": cases.LOSSES["GSPO"]}
 
@@ -117,7 +117,7 @@ def without_a_trained_token(policy, batch):
 @pytest.mark.parametrize("skipped", [refused_by_a_guard, without_a_trained_token])
 @pytest.mark.parametrize("name", ["1", "DP2"])
 def test_train_step_skipped_changes_no_state(dense, batches, name, skipped):
-    """Not in the weights (decay would move them without a gradient), not in the moments, and not in the step after it."""
+    """Weights do not change (decay would change them without a gradient), nor moments, nor the next step."""
     layout = cases.LAYOUTS[name]
 
     def body(rank, world):
@@ -148,7 +148,7 @@ def test_train_step_skipped_changes_no_state(dense, batches, name, skipped):
     ids=str,
 )
 def test_train_step_logged_learning_rate_is_used_and_equals_formula(dense, batches, shape):
-    """Also after a step that was refused: rates belong to steps, whatever the optimizer did in them."""
+    """Also after a refused step: learning rates depend on the step index only."""
     cfg, num_steps, refused = cases.settings(**shape), 10, 4
 
     def body(rank, world):

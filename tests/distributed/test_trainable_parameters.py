@@ -1,4 +1,4 @@
-"""Full tuning with a part of the weights frozen: gradients as the float64 reference's, frozen weights to the last bit where they were."""
+"""Full training with frozen parameters: gradients equal the float64 reference, and frozen weights stay equal bit for bit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ ONE_NORM = dict(freeze_parameters=["model"], trainable_parameters=["model.norm"]
     ("saved", "continued", "frozen"), [("PP2", "PP2", HALF), ("PP2", "TP2 SP", HALF), ("1", "PP2", HALF), ("DP2", "DP2", ONE_NORM)]
 )
 def test_resume_with_a_rank_without_trainable_parameters_is_exact(models, tmp_path, saved, continued, frozen):
-    """Moments exist for what trains alone: the first of two stages has none, nor has the second of two ranks that share 64 numbers."""
+    """Only trainable parameters have moments: the first of two stages has none, nor has the second of two ranks that share 64 numbers."""
     path, batches = models("dense")
 
     def begin(rank, world):

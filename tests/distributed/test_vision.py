@@ -1,6 +1,6 @@
-"""Models that see, against transformers in float64: log-probs, a step's gradients of language model, aligner and tower, exports, pushes.
+"""Vision-language models against transformers in float64: log-probs, gradients of language model, aligner and tower, exports, syncs.
 
-A few layouts of each family; `tools/vision_parity.py` runs all of them. Every trap that leaves no error is set here once, as a mutation.
+A few layouts of each family; `tools/vision_parity.py` runs all. Each silent mutation is applied once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WITH_ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """family -> (checkpoint, two global batches, transformers' log-probs of the first one in float64)."""
+    """Return family -> (checkpoint, two global batches, transformers' log-probs of the first in float64)."""
 
     @functools.cache
     def prepare(family: str):
@@ -56,7 +56,7 @@ def prepared(tmp_path_factory):
 
 @functools.cache
 def reference(path, **changes):
-    """transformers' two steps on the rollout of a checkpoint."""
+    """Return transformers' two steps on the rollout of a checkpoint."""
     return cases.reference(path, vision.settings(path, vision.ALL_TRAINS | changes), vision.rollout(path, num_steps=2))
 
 
@@ -73,7 +73,7 @@ def test_vision_logprobs_gradients_and_exports_equal_transformers(prepared, fami
 
 
 def test_vision_frozen_parts_stay_and_others_equal_transformers(prepared):
-    """Aligner and tower alone have a gradient through all of a frozen model."""
+    """Aligner and tower train through a frozen language model."""
     path, batches, logprobs = prepared("qwen2_5_vl")
     ways = {way: vision.WAYS[way] for way in ("tower alone", "aligner alone", "frozen, reference")}
     where = vision.LAYOUTS["TP2 SP"]
@@ -130,7 +130,7 @@ def plain_positions(_):
 
 
 def places_from_ids(_):
-    """As many as there are pictures' tokens, so that no length gives it away: the first of them, behind which a drawn one may stand."""
+    """Mutation: take the first image tokens as the image's positions, equally many; a sampled image token may be among them."""
     from megatron_grpo.core.batching import collate
 
     right = collate.image_tokens
@@ -149,7 +149,7 @@ def places_from_ids(_):
 
 
 def once_for_each_child(_):
-    """A trunk's pictures enter as often as it has contexts."""
+    """Mutation: embed a trunk's images once per context."""
     from megatron_grpo.core.batching import collate
 
     right = collate.image_tokens
@@ -194,7 +194,7 @@ def test_vision_silent_mutation_is_detected(prepared):
 
 
 def test_vision_overlapped_reduction_works_without_images_in_micro_batch(tmp_path):
-    """Of two ranks that train one row at a time the second has no picture in the first micro-step, and then neither has."""
+    """Of two ranks with one row per micro-batch, the second has no image in the first micro-step, and then neither has."""
     path = vision.write_vlm(tmp_path, "qwen2_vl")
     batches = vision.rollout(path, groups=vision.APART, num_steps=2)
     cfg = vision.settings(path, vision.WAYS["overlapped"])
@@ -239,7 +239,7 @@ def test_vision_resume_is_exact_in_same_and_other_layout(prepared, tmp_path):
 
 
 def test_vision_sync_leaves_out_frozen_tower_and_logs_it(prepared):
-    """What the sampler has forgotten comes whole, whoever trains."""
+    """After the sampler has lost its weights, all of them are synced."""
     path, _, _ = prepared("qwen2_5_vl")
 
     def pushes(rank, world):

@@ -1,6 +1,6 @@
-"""The table of weights against real Megatron models on gloo: every parameter is known, of the right size, and filled.
+"""The table of weight names against real Megatron models on gloo: all parameters are known, have the right sizes, and are loaded.
 
-Local layer spec only: Transformer Engine needs a GPU, so its names are checked on one (tests/gpu) and here only for their round trip.
+Local layer spec only: Transformer Engine needs a GPU, so its names are tested in tests/gpu, and here only for their round trip.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROWS = 64
 
 
 class NoCore(torch.nn.Module):
-    """Stands where attention is computed; nothing is computed here."""
+    """A core attention that computes nothing."""
 
     def __init__(self, **_):
         super().__init__()
 
 
 def build(shape: ModelShape, *, tp: int, ep: int, etp: int):
-    """Megatron's own GPTModel with its own local spec, as its users build it."""
+    """Return Megatron's GPTModel with its local spec."""
     from megatron_grpo.core.parallel import cpu
 
     cpu.enable()
@@ -105,7 +105,7 @@ def build(shape: ModelShape, *, tp: int, ep: int, etp: int):
 
 
 def fill_and_report(rank, world_size, path, tp, ep, etp):
-    """What one rank holds after loading, by global name; every size is checked against Megatron's own."""
+    """Return what one rank holds after loading, by global name; all sizes are compared with Megatron's."""
     from megatron.core import parallel_state
 
     reader = HfReader(path)
@@ -194,7 +194,7 @@ def test_weight_names_shards_of_real_models_gather_exactly(tmp_path, name, tp, e
 
 
 def project(rank, world_size, path, tp, hidden):
-    """Query, key, value and MLP output of the first layer on this rank, computed by Megatron."""
+    """Return query, key, value and MLP output of the first layer on this rank, computed by Megatron."""
     from megatron.core import parallel_state
 
     reader = HfReader(path)
@@ -247,7 +247,7 @@ def test_loaded_layers_compute_what_transformers_computes(tmp_path, name, tp):
 
 
 def run_experts(rank, world_size, path, hidden):
-    """Output of the last layer's experts, computed by Megatron."""
+    """Return the output of the last layer's experts, computed by Megatron."""
     reader = HfReader(path)
     shape = ModelShape.from_hf(reader.config)
     model = build(shape, tp=1, ep=1, etp=1)

@@ -1,6 +1,6 @@
-"""A push reaches the engine, and each way in which one fails silently is noticed: the cure is switched off, and the check must raise.
+"""Weight sync to the engine: each silent failure is detected by the check, which must raise when a patch is removed.
 
-The trainer is a transformers model here: what is under test is the engine and the check, not the weight mapping.
+The trainer is a transformers model: the engine and the check are tested, not the weight mapping.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ BOTH_KINDS = ["linear_attention", "full_attention"]
 
 
 def by_reload():
-    """Takes every push through vLLM's own reload."""
+    """Load each sync with vLLM's own reload."""
     loader = WeightLoader()
     loader.reason = "this test compares with it"
     return loader
 
 
 def forgets(module):
-    """In place of `vllm_patches.pack`: what a CPU's kernels read stays the copy of the weight before."""
+    """Replacement of `vllm_patches.pack` that leaves the CPU kernels' copy of the weights unchanged."""
     if type(module.quant_method).__name__ == "UnquantizedLinearMethod":
         module.weight = torch.nn.Parameter(torch.empty(0, dtype=module.weight.dtype), requires_grad=False)
 
 
 class HfPolicy:
-    """A checkpoint on disk, as a policy offers it."""
+    """A checkpoint with the interface of a policy."""
 
     def __init__(self, path, dtype="float32"):
         self.path, self.model = path, load_tiny(path, dtype)
@@ -232,7 +232,7 @@ def test_weight_sync_silent_failure_is_detected(checkpoints):
 
 
 def held_by(engine):
-    """Everything that the engine's model holds, bit for bit, and what it makes of the probes."""
+    """Return all tensors of the engine's model, bit for bit, and its scores of the probes."""
     (model,) = engine._llm.collective_rpc(lambda worker: worker.model_runner.get_model())
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.contiguous().view(-1).view(torch.uint8).tolist() for name, tensor in tensors}, engine.score(engine.probes())
@@ -302,7 +302,7 @@ def test_weight_sync_without_copy_table_falls_back_to_reload_with_reason(checkpo
             vllm_weights.logger.warning = lambda text, why: said.append(why)
 
             def refused(why):
-                """Three pushes, of which none goes by a table."""
+                """Sync three times, none of them with a copy table."""
                 engine._weights = WeightLoader()
                 for version in (1, 2, 3):
                     assert sync(policies[version % 2], engine, version=version, verify=True).logp_difference_max < 1e-4
@@ -330,7 +330,7 @@ def test_weight_sync_without_copy_table_falls_back_to_reload_with_reason(checkpo
 
 
 def shifted(cls, view, whole):
-    """Queries and keys of a layer change places with what is as large."""
+    """Swap queries and keys of a layer, which have equal sizes."""
     offset = view.storage_offset() - whole.storage_offset()
     if tuple(whole.shape) == (256, 64) and tuple(view.shape) == (64, 64):
         offset = {128 * 64: 192 * 64, 192 * 64: 128 * 64}[offset]
@@ -376,7 +376,7 @@ def test_weight_sync_skips_weights_that_the_engine_has(checkpoints):
 
 
 def test_weight_sync_nonfinite_weight_is_named(checkpoints):
-    """On one of two ranks, whose engines agree with it; with the check after a push and without."""
+    """On one of two ranks, whose engines agree with it; with and without the check after a sync."""
     paths, name = checkpoints("qwen3"), "model.layers.1.mlp.up_proj.weight"
 
     def body(rank, world_size):
@@ -470,7 +470,7 @@ def test_weight_sync_engine_buffers_at_most_one_moe_layer(tmp_path):
         WeightLayoutRecorder.__init__, ModuleWeights.targets, ModuleWeights.finish = listened, begun, finished
 
         def held():
-            """Bytes that wait in the engine for the rest of their layer."""
+            """Return the bytes that wait in the engine for the rest of their layer."""
             waiting = {id(value): value for info in layerwise.LAYERWISE_INFO.values() for _, bound in info.loaded_weights
                        for value in bound.arguments.values() if isinstance(value, torch.Tensor) and not value.is_meta}  # fmt: skip
             for lesson in lessons:

@@ -1,4 +1,4 @@
-"""Claims about the link of a push: real processes, one of which sends. What comes is what was sent, or an error says that it is not."""
+"""The weight-transfer link between real processes, one of which sends: receivers get exactly what was sent, or an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 
 def _tensors():
-    """Every kind that a model has: dtypes of 1 to 8 bytes, no elements, no dimensions, not in order, larger than a bucket."""
+    """Return tensors of all kinds: dtypes of 1 to 8 bytes, empty, scalar, non-contiguous, larger than a bucket."""
     generator = torch.Generator().manual_seed(3)
     return [
         ("a", torch.randn(5, 7, generator=generator)), ("half", torch.randn(3, generator=generator).bfloat16()),
@@ -25,7 +25,7 @@ def _tensors():
 
 
 def _members(rank, world, name="link", seconds=20.0, meeting=None):
-    """A link of all ranks, over their own store beside the default group."""
+    """Return a link of all ranks over a store of their own beside the default group."""
     meeting = meeting or (Rendezvous() if rank == 0 else None)
     box = [meeting.port if meeting else None]
     dist.broadcast_object_list(box, 0)
@@ -155,7 +155,7 @@ def test_weight_transfer_absent_member_is_an_error_within_the_timeout():
 
 
 def test_weight_transfer_message_out_of_order_is_an_error():
-    """What a push that went on after a failed broadcast would look like."""
+    """This is what a sync that continued after a failed broadcast would look like."""
 
     def run(rank, world):
         meeting, link = _members(rank, world)

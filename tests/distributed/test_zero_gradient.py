@@ -1,4 +1,4 @@
-"""Steps with groups of equal rewards: gradients with and without computing them, against float64, and what is computed."""
+"""Steps with groups of equal rewards: gradients with and without computing these rows, against float64, and the computed rows."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def made(tmp_path_factory):
 
 
 def equal_rewards(steps):
-    """Half of the groups in the first step, all of them in the second."""
+    """Return rewards that are equal in half of the groups in the first step, and in all groups in the second."""
     first, second = steps
     return [*cases.with_zero_std([first], *EQUAL), *cases.with_zero_std([second], 0, 1, 2, 3)]
 
 
 def train(rank, world, path, cfg, batches, parallel):
-    """(what it trained, (data-parallel rank, rows that it computed in each step))."""
+    """Return (result of training, (data-parallel rank, rows computed in each step))."""
     rows = []
 
     def count(policy):
@@ -61,13 +61,13 @@ def train(rank, world, path, cfg, batches, parallel):
 
 
 def computed_rows(by_rank) -> tuple[list[int], list[int]]:
-    """The rows of the first step and of the second, from what each rank's `train` returned."""
+    """Return the rows of both steps from what each rank's `train` returned."""
     replica_rows = dict(rows for _, rows in by_rank).values()
     return tuple(sorted(row for rows in replica_rows for row in rows[step]) for step in (0, 1))
 
 
 def find_step(made, name: str, *, computes_all: bool):
-    """On every rank: {loss: (what it trained, rows that were computed in each step and on each data-parallel rank)}."""
+    """Return {loss: (result of training, rows computed in each step by data-parallel rank)} on each rank."""
     layout = cases.LAYOUTS[name]
     path, batches, _ = made("MoE" if layout.needs_experts else "dense")
 
