@@ -412,7 +412,7 @@ def _complete(buffer) -> None:
         bucket.grad_data.copy_(torch.cat(shards))
 
 
-def find_peak_learning_rate(name: str, o: OptimizerConfig) -> OptimizerConfig:
+def with_part_learning_rate(name: str, o: OptimizerConfig) -> OptimizerConfig:
     """Return the optimizer settings of a parameter, by its name: those of tower and aligner may have another learning rate."""
     given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(find_part(name))
     return o if given is None else dataclasses.replace(o, lr=given, min_lr=min(o.min_lr, given))
@@ -472,7 +472,7 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
                 g, (m, v) = grads[name] * scale, moments[name]
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.lerp_(g * g, 1 - o.adam_beta2)
-                lr = learning_rate(find_peak_learning_rate(name, o), index, cfg.run.max_steps)
+                lr = learning_rate(with_part_learning_rate(name, o), index, cfg.run.max_steps)
                 p.mul_(1 - lr * (o.weight_decay if p.dim() > 1 and not name.endswith("bias") else 0.0))
                 p.sub_(lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
             if cfg.grpo.sync_ref_model and t % cfg.grpo.ref_model_sync_steps == 0:

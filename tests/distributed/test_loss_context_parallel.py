@@ -31,44 +31,44 @@ CASES = [
 ]
 
 
-def losses_on(compute_positions, sum_over_context):
+def compute_losses(select_positions, sum_over_context):
     """Return loss, gradients at the C positions (0 for those of another rank) and logs of each case."""
-    answers = []
+    results = []
     for seed, cfg in enumerate(CASES):
         completions = random_batch(seed)
         loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
         weights = token_weight_fn(loss, completions)
         packed = pack(completions, weights, range(len(completions)), torch.float64, compute_labels(loss, completions, weights))
-        mine = compute_positions(len(packed.places))
+        positions = select_positions(len(packed.places))
         cut = {f.name: getattr(packed.inputs, f.name) for f in dataclasses.fields(packed.inputs)}
-        cut = {name: value[mine] if isinstance(value, torch.Tensor) else value for name, value in cut.items()}
-        cut["labels"] = packed.inputs.labels and ClassificationTerms(*(field[mine] for field in packed.inputs.labels))
+        cut = {name: value[positions] if isinstance(value, torch.Tensor) else value for name, value in cut.items()}
+        cut["labels"] = packed.inputs.labels and ClassificationTerms(*(field[positions] for field in packed.inputs.labels))
         value, logs = loss(
             type(packed.inputs)(**cut),
-            logprobs=packed.logprobs[mine],
-            entropy=packed.entropy[mine],
-            ref_logprobs=packed.ref_logprobs[mine],
+            logprobs=packed.logprobs[positions],
+            entropy=packed.entropy[positions],
+            ref_logprobs=packed.ref_logprobs[positions],
             sum_over_context=sum_over_context,
         )
         value.backward()
-        answers.append((value.item(), packed.logprobs.grad, packed.entropy.grad, logs))
-    return answers
+        results.append((value.item(), packed.logprobs.grad, packed.entropy.grad, logs))
+    return results
 
 
 def test_loss_gradients_and_metrics_on_two_context_parallel_ranks_equal_one_rank():
-    def on_a_rank(rank, world_size):
+    def compute_on_rank(rank, world_size):
         import torch.distributed as dist
 
         from megatron_grpo.core.parallel.autograd import sum_over_ranks
 
-        def mine(num_positions):
-            place = torch.arange(num_positions)
-            return place[(place // 2) % world_size == rank]
+        def select_positions(num_positions):
+            index = torch.arange(num_positions)
+            return index[(index // 2) % world_size == rank]
 
-        return losses_on(mine, lambda x: sum_over_ranks(x, dist.group.WORLD))
+        return compute_losses(select_positions, lambda x: sum_over_ranks(x, dist.group.WORLD))
 
-    by_rank = run_ranks(on_a_rank, 2)
-    whole = losses_on(lambda n: torch.arange(n), lambda x: x)
+    by_rank = run_ranks(compute_on_rank, 2)
+    whole = compute_losses(torch.arange, lambda x: x)
     for cfg, one, *parts in zip(CASES, whole, *by_rank, strict=True):
         assert sum(part[0] for part in parts) == pytest.approx(one[0], rel=1e-12, abs=1e-14), cfg
         for kind in (1, 2):
