@@ -1,4 +1,4 @@
-"""A sampler, a reference and a guard of somebody else: nothing here is in the package, and the package knows nothing of it."""
+"""A sampler, a reference and a gradient check that are written outside the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOGPROB = -4.0  # of every token, by the reference
 
 
 class Alphabet:
-    """Answers prompt n, place i with the tokens 10 + i, 11 + i, ...; tells what it was given to hold."""
+    """A sampler that answers prompt n, completion i with the tokens 10 + i, 11 + i, ... It reports the weights that it received."""
 
     dtype, has_base = "float32", True
 
@@ -55,7 +55,7 @@ def build_alphabet(cfg, inputs, parallel, *, bitwise_parity, lora=None, runner=N
 
 
 class Uniform:
-    """A reference to which all tokens are alike."""
+    """A reference in which all tokens are equally probable."""
 
     chunks = saved_chunks = ()
 

@@ -1,4 +1,4 @@
-"""Whole runs for the tests of this folder: a tiny model, a reward it can learn in seconds, and `megatron-grpo train` on forked ranks."""
+"""Inputs of complete runs in this folder: a tiny model, a reward that it learns in seconds, and `megatron-grpo train` on forked ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def even(completion_ids, **columns):
 
 
 def write_inputs(folder: Path, *, rows: int = 40, family: str = "qwen3", **model: Any) -> list[str]:
-    """Model, data and reward in `folder`; the flags that name them."""
+    """Write model, data and reward into `folder`; return the flags that name them."""
     folder.mkdir(exist_ok=True)
     write_tiny(folder / "model", family, **({"layers": 2, "tied": True, "std": 0.1} | model))
     lines = [{"prompt": " ".join(str(4 + (7 * i + j) % 100) for j in range(3 + i % 4)), "answer": "x"} for i in range(rows)]
@@ -36,7 +36,7 @@ def write_inputs(folder: Path, *, rows: int = 40, family: str = "qwen3", **model
 
 
 def train(rank: int, world_size: int, flags: list[str], draws: bool = False) -> int:
-    """What a rank of the launcher does: the command itself. For `run_ranks`. draws: also plots, a third of the seconds of a short run."""
+    """Run the command on a rank. For `run_ranks`. draws: also draw plots, a third of the time of a short run."""
     from megatron_grpo.cli import main
 
     if not draws:
@@ -45,17 +45,17 @@ def train(rank: int, world_size: int, flags: list[str], draws: bool = False) -> 
 
 
 def without_plots() -> None:
-    """As where matplotlib is not installed. Plots cost as much as the steps of a short run, and are looked at elsewhere."""
+    """Pretend that matplotlib is not installed: plots take as long as the steps of a short run, and have their own tests."""
     sys.modules["matplotlib"] = None  # type: ignore[assignment]  # Python's own way to say that an import fails
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file."""
+    """Return the rows of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def after_steps(flags: list[str], steps: int, then: Callable[[], None]) -> None:
-    """`then` is called, in a thread of this process, once so many optimizer steps of the run with these flags are on record."""
+    """Call `then`, in a thread of this process, when the run with these flags has recorded this many optimizer steps."""
     file = Path(flags[flags.index("--output_dir") + 1]) / "metrics.jsonl"
 
     def watch():
@@ -67,5 +67,5 @@ def after_steps(flags: list[str], steps: int, then: Callable[[], None]) -> None:
 
 
 def stop_after_steps(flags: list[str], steps: int) -> None:
-    """This process gets the signal that a scheduler sends."""
+    """Send this process the signal of a scheduler after this many steps."""
     after_steps(flags, steps, lambda: os.kill(os.getpid(), signal.SIGTERM))

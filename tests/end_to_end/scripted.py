@@ -1,8 +1,7 @@
-"""Whole runs whose answers come from a table, in seconds and without vLLM; and the same runs by transformers in float64.
+"""Complete runs with scripted completions, in seconds and without vLLM; and the same runs with transformers in float64.
 
-The other side shares with the package the prompts' order and the rows of each step (`TrainingSchedule`, walked by tests of its own), and
-nothing
-else: it computes old log-probs itself, when a rollout is sampled, for every row.
+The float64 side shares with the package only the order of prompts and the rows of each step (`TrainingSchedule`, which has its own tests).
+It computes old log-probs itself, when a rollout is sampled, for each row.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LONGEST = 8  # tokens of a completion
 
 
 def answers(model_path: str | Path, temperature: float, *, by_version: bool = False) -> Callable[[Prompt, int, int], Completion]:
-    """Completions that depend on prompt and place; and on the version asked. Log-probs are the initial model's, and a little off."""
+    """Return completions that depend on prompt, completion index and weight version, with log-probs near the initial model's."""
     from tests.tiny_models import hf_logprobs, load_tiny
 
     model = load_tiny(model_path)
@@ -46,7 +45,7 @@ def read_answers(cfg: Any, model_path: str | Path) -> Callable[[Prompt, int, int
 
 
 def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) -> int:
-    """`megatron-grpo train` with a scripted engine. For `run_ranks`. draws: also plots."""
+    """Run `megatron-grpo train` with a scripted engine. For `run_ranks`. draws: also draw plots."""
     from megatron_grpo.cli import main
     from tests.end_to_end.runs import without_plots
     from tests.scripted_engine import ScriptedEngine
@@ -64,7 +63,7 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
 
 
 def expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
-    """`tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
+    """Return `tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
     from megatron_grpo.core.batching.schedule import TrainingSchedule
     from megatron_grpo.run.config.parse import resolve
     from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
@@ -97,7 +96,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
 
 
 def add_old_logprobs(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
-    """Every sample with old log-probs, which are those of the model when the rollout comes in, whatever the timetable does to get them."""
+    """Return all samples with old log-probs of the model at the time of the rollout, however the schedule obtains them."""
     from megatron_grpo_referee import reference as grpo_reference
 
     samples = []
@@ -123,7 +122,7 @@ def add_old_logprobs(cfg, groups, model, frozen, number: int, version: int, scor
 
 
 def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
-    """float64 [T], 0 where nothing trains."""
+    """Return float64 [T], 0 where a token is not trained."""
     from megatron_grpo_referee.reference import token_logprobs
     from tests.parity_cases import float32_means_float64
 
@@ -134,5 +133,5 @@ def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
 
 
 def even(completion: Completion, prompt: Prompt) -> float:
-    """What `runs.REWARD` gives."""
+    """Return the value of `runs.REWARD`."""
     return sum(token % 2 == 0 for token in completion.answer_ids) / completion.num_sampled

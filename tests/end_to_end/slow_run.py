@@ -1,7 +1,7 @@
-"""`megatron-grpo`, as torchrun or Slurm starts it, with answers from a table: no vLLM, and as slow as a test asks.
+"""`megatron-grpo` under torchrun or Slurm with scripted completions, without vLLM, and as slow as a test requests.
 
-PACE in the environment is a folder. Where it holds a file `sampling`, answers by the weights whose version stands in it, and by newer ones,
-wait until that changes.
+PACE in the environment names a directory. While it has a file `sampling`, completions of the weight version in that file, and of newer
+ones, wait.
 """
 
 from __future__ import annotations

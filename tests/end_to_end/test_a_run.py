@@ -1,4 +1,4 @@
-"""One run from checkpoint to export, looked at from all sides."""
+"""One run from checkpoint to export: reward, metrics, files, completions, export and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(output_dir, flags) of a run of two data-parallel ranks, each with its own engine. It is pushed to a hub of its own."""
+    """(output_dir, flags) of a run of two data-parallel ranks with an engine each, pushed to a local Hub."""
     folder = tmp_path_factory.mktemp("run")
     flags = [*write_inputs(folder), *("--output_dir", str(folder / "out")), *("--max_steps", str(STEPS))]
     flags += ["--eval_dataset", str(folder / "data.jsonl"), "--log_entropy", "true"]
@@ -100,7 +100,7 @@ def test_completions_hold_every_row_with_its_reward(run):
 
 
 def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]:
-    """The held-out score of a checkpoint by transformers and by vLLM, each on its own."""
+    """Return the held-out score of a checkpoint by transformers and by vLLM."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""A run of two ranks whose episodes are programs that speak HTTP, with dynamic sampling and evaluations, killed in mid-rollout."""
+"""A run of two ranks with agent programs over HTTP, dynamic sampling and evaluations, killed in mid-rollout."""
 
 # ruff: noqa: E501 - answers, requests and programs stand on one line each
 
@@ -72,7 +72,7 @@ def flags(tmp_path_factory):
 
 
 def kill_in_mid_rollout(rank: int, world_size: int, flags: list[str]) -> int:
-    """As `train`; but in the rollout after the first step comes a signal."""
+    """Run `train`, and send a signal in the rollout after the first step."""
     here = Path(flags[flags.index("--dataset") + 1]).parent
 
     def end():

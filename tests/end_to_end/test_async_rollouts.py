@@ -1,6 +1,6 @@
-"""Sampling one rollout ahead, in whole runs: every step is that of transformers, and neither a kill nor a signal changes one.
+"""Async rollouts, one ahead, in complete runs: each step equals transformers', also after a kill or a signal.
 
-Answers come from a table, by prompt and version of the weights, in a thread of the engine's.
+Completions are scripted by prompt and weight version, in a thread of the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
-    """A run of two ranks whose rollouts straddle optimizer steps, never interrupted."""
+    """An uninterrupted run of two ranks whose rollouts span optimizer steps."""
     out, flags = tmp_path_factory.mktemp("whole"), [*inputs, *UNALIGNED, *CORRECTED, *SAVED]
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(out)]) == [0, 0]
     return out, flags
@@ -76,7 +76,7 @@ def test_async_rollouts_steps_equal_transformers_one_rollout_late(inputs, tmp_pa
 
 
 def assert_same(one: Path, other: Path, names=("loss", "grad_norm", "staleness/mean", "staleness/lag")) -> None:
-    """Bit for bit, as far as the second run has a record."""
+    """Compare bit for bit the steps that the second run has recorded."""
     steps = {step["step"]: step for step in records(one / "metrics.jsonl")}
     for step in records(other / "metrics.jsonl"):
         assert [step.get(name) for name in names] == [steps[step["step"]].get(name) for name in names]
@@ -93,7 +93,7 @@ def test_async_rollouts_killed_run_resumes_exactly(whole, tmp_path):
 
 
 def interrupted(rank: int, world_size: int, flags: list[str]) -> int:
-    """As `scripted.train`, but a signal arrives once two optimizer steps are on record."""
+    """Run `scripted.train`, and send a signal after two recorded optimizer steps."""
     stop_after_steps(flags, 2)
     return scripted.train(rank, world_size, flags)
 

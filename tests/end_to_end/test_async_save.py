@@ -1,4 +1,4 @@
-"""`megatron-grpo train --async_save`, killed while it writes: the checkpoint before is whole, and the run goes on bit for bit."""
+"""`megatron-grpo train --async_save`, killed while it writes: the checkpoint before is complete, and the run resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def killed_in(rank, world_size, flags, who, where, count):
 
 
 def fingerprints(out: Path, step: int) -> dict[str, str]:
-    """Of all that decides what is trained next: random generators do not, and libraries draw from them as they start."""
+    """Return fingerprints of all that determines the next training; not of random generators, which libraries use at their start."""
     files = json.loads((out / "checkpoints" / f"iter_{step:07d}" / "manifest.json").read_text())["files"]
     return {
         name: entry["sha256"]

@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another run's checkpoint, or go on from one without a part of it. Answers come from a table."""
+"""Runs that begin with the weights of another run's checkpoint, or resume without a part of it. Completions are scripted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.step_dump_cases import replayed
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """`first` trains two steps; `begun` has its weights under TP 2 and a rate of 0; `bare` goes on without moments."""
+    """`first` trains two steps; `begun` has its weights under TP 2 and a learning rate of 0; `bare` resumes without moments."""
     folder = tmp_path_factory.mktemp("run")
     common = [*write_inputs(folder), "--save_total_limit", "4"]
     checkpoint = str(folder / "first/checkpoints/iter_0000002")
@@ -118,7 +118,7 @@ def test_final_model_is_the_best_checkpoint_if_set(runs):
 
 
 def test_initial_expert_weights_from_checkpoint_on_other_ranks_are_exact(tmp_path):
-    """Saved by one rank, taken by two that have half of the experts each."""
+    """Saved by one rank, loaded by two with half of the experts each."""
     common = [*write_inputs(tmp_path, family="qwen3_moe", layers=1, ffn=64, experts=4), "--max_steps", "1", "--debug_dump_steps", "0"]
     first, begun = tmp_path / "first", tmp_path / "begun"
     assert run_ranks(train, 1, [*common, "--output_dir", str(first)], timeout=300) == [0]

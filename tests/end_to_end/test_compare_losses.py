@@ -1,4 +1,4 @@
-"""`compare-losses` takes a recorded step again: under the run's own settings it is the run's step, else that of a run with those."""
+"""`compare-losses` repeats a recorded step: with the run's own settings exactly, with others as a run with those settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def train(rank: int, world_size: int, *runs: list[str]) -> list[int]:
-    """One run after another, in which a sampler made of a table answers."""
+    """Train one run after another with scripted completions."""
     from megatron_grpo import cli
 
     return [cli.main(["train", *flags], engine=lambda cfg, inputs, parallel: outside_parts.Alphabet()) for flags in runs]
@@ -33,7 +33,7 @@ def compare_losses(rank: int, world_size: int, argv: list[str], warns: bool = Fa
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Two steps a rollout: the second trains stale rows. Recorded are steps 2 to 4, the first behind checkpoint 1."""
+    """A run with two steps per rollout, the second on stale rows. Steps 2 to 4 are recorded, the first of them after checkpoint 1."""
     return trained(tmp_path_factory.mktemp("run"), "--compute_zero_advantage_rows", "true")
 
 
@@ -51,7 +51,7 @@ TRIES = ["loss_type=vespo", "loss_type=real", "loss_type=dapo epsilon_high=0.28"
 
 @pytest.fixture(scope="module")
 def found(run):
-    """By number of ranks: what is said of step 2, whose rows are stale."""
+    """Report of step 2, whose rows are stale, by number of ranks."""
     argv = [str(run / "out"), "--step", "1", "--json", *(word for one in TRIES for word in ("--variant", one))]
     answers = {}
     for world, layout in ((1, []), (2, ["--pipeline_model_parallel_size", "2"])):
@@ -86,7 +86,7 @@ def test_compare_losses_is_equal_in_each_layout(found):
 
 
 def test_compare_losses_variant_predicts_the_step_of_a_run(run, found, tmp_path):
-    """Resumed behind the checkpoint, with the same rows: loss and gradient norm are what was foretold."""
+    """A run that resumes from the checkpoint with the same rows has the predicted loss and gradient norm."""
     lines = {}
     for name, setting in (("loss_type=vespo", ["--loss_type", "vespo"]), ("loss_type=real", ["--loss_type", "real"])):
         flags = [*write_inputs(run), "--max_steps", "2", "--verify_weight_sync", "false", "--export_hf", "false", *setting]

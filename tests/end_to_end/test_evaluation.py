@@ -1,5 +1,4 @@
-"""Held-out sets in a run and by the command: the same numbers whoever holds the weights, and a run that does not notice. Beside it, the
-run whose completions come from a function of the user's own."""
+"""Evaluations in a run and with the command: equal scores in each layout, and no effect on the run. Also a run with a rollout function."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def evaluate(rank: int, world_size: int, flags: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run with evaluations, one without, and one whose completions a function of its own draws."""
+    """The directory of a run with evaluations, one without, and one with a rollout function."""
     folder = tmp_path_factory.mktemp("run")
     common = [*write_inputs(folder, rows=16), "--max_steps", "2", "--export_hf", "false"]
     sets = ["--eval_datasets", f"all={folder}/data.jsonl", f"again={folder}/data.jsonl", "--eval_steps", "1", *ASKED]
@@ -47,7 +46,7 @@ def completions(path) -> list[str]:
 
 
 def test_evaluation_does_not_change_the_run(run):
-    """Its rollouts and its gradients are those of the run without, to the bit."""
+    """Rollouts and gradients equal those of the run without evaluations bit for bit."""
     with_, without = (records(run / name / "metrics.jsonl") for name in ("with", "without"))
     assert [(step["reward"], step["grad_norm"], step["loss"]) for step in with_] == [
         (step["reward"], step["grad_norm"], step["loss"]) for step in without
@@ -58,7 +57,7 @@ def test_evaluation_does_not_change_the_run(run):
 
 
 def test_rollout_function_that_only_samples_equals_the_run_without_it(run):
-    """Its requests join and leave one by one, with the seeds of single answers; tokens, log-probs and masks come back as they were."""
+    """Requests are submitted and finish one by one, with the seeds of single answers; tokens, log-probs and masks are unchanged."""
     own, without = (records(run / name / "metrics.jsonl") for name in ("own", "without"))
     for ours, theirs in zip(own, without, strict=True):
         assert ours["reward"] == theirs["reward"] and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Whole runs whose completions are bounded by a regular expression or a schema: the trainer's softmax is over the words that it allows."""
+"""Complete runs with completions constrained by a regular expression or a schema: the trainer's softmax is over the allowed tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model with the gated delta rule: sampled in float32, resumed under another layout, from servers, with adapters."""
+"""Complete runs of a tiny hybrid model (gated delta rule): sampled in float32, resumed in another layout, with servers, with adapters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_hybrid_run_resumes_on_two_ranks_and_export_loads(flags, tmp_path):
 
 
 def test_hybrid_bfloat16_run_keeps_float32_weights_of_the_checkpoint(tmp_path):
-    """vLLM's own kernels of the rule sample here; they take bfloat16 and heads of 128 channels."""
+    """Samples with vLLM's kernels of the rule, which need bfloat16 and heads of 128 channels."""
     heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
     flags = write_inputs(tmp_path, family="qwen3_5_text", layer_types=BOTH_KINDS, dtype="bfloat16", **heads)
     file = tmp_path / "model" / "model.safetensors"
@@ -69,7 +69,7 @@ def train_with_token(rank: int, world_size: int, flags: list[str]) -> int:
 
 
 def test_hybrid_servers_sample_like_colocated_engine(flags, tmp_path):
-    """Pushes over a link to an engine whose two workers are processes."""
+    """Weights are synced over a link to an engine with two worker processes."""
     model = flags[flags.index("--model") + 1]
     server = Server(tmp_path / "server", model, "--vllm_tensor_parallel_size", "2")
     try:

@@ -1,4 +1,4 @@
-"""A run on rows with pictures, whose tower trains, is killed and goes on: it is the run that nobody killed, bit for bit."""
+"""A run on rows with images whose vision tower trains, killed and resumed: equal to the undisturbed run bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXACT = ("loss", "reward", "grad_norm", "num_tokens", "staleness/mean", "learnin
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Rollouts of 12 rows against steps of 8: at each second checkpoint rows wait whose pictures have to be found again."""
+    """Rollouts of 12 rows and steps of 8: at every second checkpoint rows are pending, whose images are loaded again."""
     folder = tmp_path_factory.mktemp("pictures")
     write_seeing(folder / "model")
     rows = []
@@ -43,8 +43,10 @@ def flags(tmp_path_factory):
 
 
 def train(rank, world_size, flags, killed_after=None):
-    """`megatron-grpo train`, with answers that depend on the prompt alone, each token drawn among three, and log-probs of the model as it
-    was loaded."""
+    """Run `megatron-grpo train` with completions that depend on the prompt only, each token sampled among three.
+
+    The log-probs are those of the initial model.
+    """
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -80,7 +82,7 @@ def train(rank, world_size, flags, killed_after=None):
 
 
 def test_image_run_killed_resumes_exactly(flags, tmp_path):
-    """Mutation: a row that waits in a checkpoint comes back without its pictures (`restore` in checkpoint/saving.py)."""
+    """Mutation: a pending row loses its images in a checkpoint (`restore` in checkpoint/saving.py)."""
     assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0, 0]
     flags = [*flags, "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RanksFailed, match="SIGKILL"):

@@ -1,4 +1,4 @@
-"""Under a real torchrun: however a run ends, no process of it is left, and the reason is said, once."""
+"""Runs under a real torchrun: after each kind of end no process is left, and the reason is printed once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = 180.0  # seconds; two ranks import everything afresh, on a machine that m
 
 
 def find_processes(folder: Path) -> list[int]:
-    """Processes that have `folder` in their command line, other than this one."""
+    """Return other processes with `folder` in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -44,7 +44,7 @@ def wait_for(condition, what: str, seconds: float = LONG):
 
 @contextmanager
 def running(folder: Path, program: Sequence[str], *more: str) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """A run of two ranks that has trained a step: (launcher, output_dir). Where `folder` holds a file `sampling`, SCRIPTED may wait."""
+    """A run of two ranks that has trained a step: (launcher, output_dir). SCRIPTED waits while `folder` has a file `sampling`."""
     out = folder / "out"
     flags = [*write_inputs(folder), *("--output_dir", str(out)), *("--max_steps", "100000"), *("--log_completions_steps", "0"), *more]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -128,7 +128,7 @@ def test_launcher_configuration_error_is_printed_once_as_root_cause(tmp_path, la
 
 
 def test_launcher_silent_exit_of_a_rank_is_an_error(tmp_path):
-    """`os._exit(0)` in a reward function's file: without the guard, torchrun says nothing and exits with 0."""
+    """`os._exit(0)` in a reward file: without the check, torchrun prints nothing and exits with code 0."""
     (tmp_path / "reward.py").write_text("import os\nos._exit(0)\n")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_grpo", "train"]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Whole runs that train adapters: resumed in any layout, refused with another adapter, exported from their checkpoints."""
+"""Complete LoRA runs: resumed in each layout, rejected with another adapter, exported from their checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TP2, PP2 = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"],
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """(output_dir, its flags) of a run on two data-parallel ranks that nobody stopped."""
+    """(output_dir, flags) of an uninterrupted run on two data-parallel ranks."""
     folder = tmp_path_factory.mktemp("lora")
     flags = [*write_inputs(folder), *f"{SIZES} {OTHERS} {LORA} --log_completions_steps 0".split()]
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(folder / "out")]) == [0, 0]

@@ -1,4 +1,4 @@
-"""What a machine refuses in mid-run is a sentence and an exit code, and what a run can do without does not end it."""
+"""Machine failures during a run end it with an error message and an exit code; failures of optional files do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small_disk(folder: Path, size: str):
 
 
 def train_and_write_down(rank: int, world_size: int, flags: list[str], log: str, then: Callable[[Path], None] | None) -> int:
-    """then: is called in the first steps."""
+    """Run `train`. then: called in the first steps."""
     if then is not None:
         after_steps(flags, 2, lambda: then(Path(flags[flags.index("--output_dir") + 1])))
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -39,7 +39,7 @@ def train_and_write_down(rank: int, world_size: int, flags: list[str], log: str,
 
 
 def run(folder: Path, out: Path, *more: str, then: Callable[[Path], None] | None = None) -> tuple[int, str]:
-    """Exit code and what was said."""
+    """Return the exit code and the output."""
     flags = [*write_inputs(folder), *("--output_dir", str(out)), *("--max_steps", "40"), *more]
     [code] = run_ranks(train_and_write_down, 1, flags, str(folder / "log"), then, timeout=120)
     return code, (folder / "log").read_text()
@@ -66,7 +66,7 @@ def test_full_disk_is_an_error_message(tmp_path, size, said):
 
 
 def test_unwritable_tables_and_plots_do_not_end_a_run(tmp_path):
-    """Somebody puts files in the way of the folders while the run goes on."""
+    """During the run, files are created at the paths of the folders."""
 
     def in_the_way(out):
         shutil.rmtree(out / "completions")

@@ -1,6 +1,6 @@
-"""Several optimizer steps per rollout, several passes, a KL in loss or reward, a moving reference: every step is that of transformers.
+"""Several optimizer steps per rollout, several passes, a KL in loss or reward, a moving reference: each step equals transformers'.
 
-Answers come from a table, so both sides train on the same tokens; old log-probs are each side's own.
+Completions are scripted, so both sides train on the same tokens; each computes its own old log-probs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Clipping always bites, and Adam's epsilon is so large that no element moves in the direction of its rounding error."""
+    """Clipping always applies, and Adam's epsilon is so large that no element moves in the direction of its rounding error."""
     optimizer = "--lr 2e-3 --adam_eps 1e-5 --clip_grad 0.5 --weight_decay 0.1"
     others = f"--max_steps {STEPS} --temperature 0.9 --log_completions_steps 0"
     return [*write_inputs(tmp_path_factory.mktemp("inputs")), *SIZES, *optimizer.split(), *others.split()]
@@ -68,7 +68,7 @@ def get_weights(out: Path) -> dict[str, np.ndarray]:
 
 
 def with_rows(inputs: list[str], changes: list[str]) -> list[str]:
-    """#9 is so many rows of the data set."""
+    """Return the flags, with `#N` replaced by a data set of N rows."""
     dataset = inputs[inputs.index("--dataset") + 1]
     return [*inputs, *(dataset + word if word.startswith("#") else word for word in changes)]
 
@@ -103,7 +103,7 @@ def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags:
 
 
 def test_evaluation_between_rollouts_uses_current_weights(inputs, tmp_path):
-    """No rollout begins at optimizer step 1 or 3: nothing else would push their weights."""
+    """No rollout begins at optimizer step 1 or 3, so only the evaluation syncs their weights."""
     flags = [*inputs, *TWICE_TWO, "--max_steps", "4", "--eval_dataset", inputs[inputs.index("--dataset") + 1], "--eval_steps", "1"]
     flags += ["--eval_num_prompts", "2", "--output_dir", str(tmp_path), "--save_steps", "0"]
     assert run_ranks(train_with_longer_answers_at_each_version, 1, flags) == [0]
@@ -117,7 +117,7 @@ def test_evaluation_between_rollouts_uses_current_weights(inputs, tmp_path):
     ids=["old log-probs", "reference"],
 )
 def test_many_steps_comparison_detects_differences(inputs, changes, other):
-    """Gradient norms with other old log-probs, or with a reference that follows, are far outside the tolerance above."""
+    """With other old log-probs, or a moving reference, gradient norms differ by far more than the tolerance."""
     one, two = (scripted.expected([*inputs, *changes, *more], 1, scripted.even) for more in ([], other))
     apart = [abs(a / b - 1) for a, b in zip(one.grad_norms, two.grad_norms, strict=True)]
     assert apart[0] < 1e-9 and max(apart) > 1e-3
@@ -154,7 +154,7 @@ def test_resume_restores_moving_reference(whole, tmp_path, layout):
 
 
 def refused(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
-    """The exit code of `scripted.train`, and what was said."""
+    """Return the exit code and the output of `scripted.train`."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return scripted.train(rank, world_size, flags), said.getvalue()
 
@@ -167,7 +167,7 @@ def test_resume_checkpoint_without_moving_reference_is_an_error(whole, inputs, t
 
 
 def test_resume_without_sync_ref_model_after_moves_is_an_error(whole, inputs, tmp_path):
-    """Without --sync_ref_model the run would go on from the model that the first launch began with."""
+    """Without --sync_ref_model the run would resume with the reference of the first launch."""
     out, _ = whole
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1", "--resume", str(out / "checkpoints" / "iter_0000003")]
     [(code, said)] = run_ranks(refused, 1, [*fixed, "--output_dir", str(tmp_path)])
@@ -176,8 +176,7 @@ def test_resume_without_sync_ref_model_after_moves_is_an_error(whole, inputs, tm
 
 @pytest.mark.parametrize("case", ["two steps per rollout, two passes", "rollouts that straddle steps", "epochs that end with a short step"])
 def test_extended_finished_run_equals_longer_run(inputs, whole, tmp_path, case):
-    """Its last rollout is not used up: what is left of it, and its old log-probs, are in the checkpoint. Or it ends inside an epoch, or
-    with one."""
+    """Its last rollout has rows left, which are in the checkpoint with their old log-probs. Or it ends inside an epoch, or with one."""
     world_size, changes = CASES[case]
     flags = [*with_rows(inputs, changes), "--lr_decay_style", "constant"]
     assert run_ranks(scripted.train, world_size, [*flags, "--output_dir", str(tmp_path / "long")]) == [0] * world_size
@@ -218,7 +217,7 @@ def test_resume_between_rollouts_accepts_other_sizes(inputs, tmp_path):
 
 
 def rollout_of_line(line: dict) -> dict:
-    """The only rollout of an optimizer step, and its rows."""
+    """Return the only rollout of an optimizer step, and its rows."""
     rows = [row for micro in line["rows"] for rank in micro for row in rank]
     [number] = {rollout for rollout, _ in rows}
     return {"rollout": number, "rows": rows}

@@ -1,4 +1,4 @@
-"""Whole runs in which the policy makes room for the sampler: the same bytes as without, and it is really away while the engine works.
+"""Complete runs with offload for the sampler: files equal those without it, and the memory is free while the engine samples.
 
 With a real engine, and stopped by a signal: tests/end_to_end/test_resume.py.
 """
@@ -13,8 +13,10 @@ TOLD = ("loss", "reward", "grad_norm", "kl", "staleness/mean", "num_tokens")
 
 
 def train_and_watch(rank, world_size, flags):
-    """The exit code, the bytes of storages that the policy held while the engine answered, at any time, and those of the files of the
-    checkpoint of step 2. With `async_save` its tensors are not written before the engine has answered once more."""
+    """Return the exit code, the bytes that the policy held while the engine sampled, and the bytes of the files of checkpoint 2.
+
+    With `async_save` the checkpoint's tensors are written only after the engine has sampled once more.
+    """
     import time
 
     from megatron_grpo.run.assemble import run as build

@@ -1,4 +1,4 @@
-"""`megatron-grpo mismatch` on a run: nothing is named in a sound one, and a push that loses a tensor is, by the operation that it hurts."""
+"""`megatron-grpo mismatch` on a run: no finding in a clean run, and the operation of a tensor that a sync loses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(tmp_path_factory):
 
 
 def command(rank, world_size, words, loses=None):
-    """(exit code, what was printed). loses: a tensor that a push leaves out without a word."""
+    """Return (exit code, output). loses: a tensor that a sync leaves out without an error."""
     import contextlib
     import io
 

@@ -1,4 +1,4 @@
-"""A whole run without a gradient is told as its last word, and does not count as done."""
+"""A run without a gradient ends with an error message as its last line, and exit code 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of one job that were started with other settings: refused on all of them, by name, before a model loads or a group is made."""
+"""Ranks of one job with different settings: an error on all ranks with the setting names, before a model loads or a group is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = {
 
 
 def refusals(rank, world_size, flags, others):
-    """Of `megatron-grpo train`, one after the other: (exit code, what was said)."""
+    """Return (exit code, output) of consecutive `megatron-grpo train` commands."""
     from megatron_grpo.core.parallel import state
     from tests.end_to_end import scripted
 

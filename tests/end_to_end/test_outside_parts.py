@@ -1,4 +1,4 @@
-"""A sampler, a reference and a guard written outside the package do their part in a run, and the package is not changed for them."""
+"""A sampler, a reference and a gradient check from outside the package work in a run without changes to the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 4
 
 
 def train(rank: int, world_size: int, flags: list[str]):
-    """The exit code, what was said, and the weights that the sampler held by version."""
+    """Return the exit code, the output, and the sampler's weights by version."""
     sampler = outside_parts.Alphabet()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = outside_parts.train(flags, sampler)
@@ -28,7 +28,7 @@ def train(rank: int, world_size: int, flags: list[str]):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """On two pipeline stages: the reference is asked for on one of them alone."""
+    """Run on two pipeline stages: only one of them uses the reference."""
     folder = tmp_path_factory.mktemp("run")
     flags = [*write_inputs(folder), "--output_dir", str(folder / "out"), "--max_steps", str(STEPS), "--pipeline_model_parallel_size", "2"]
     flags += ["--beta", "0.1", "--kl_estimator", "k1", "--verify_weight_sync", "false", "--export_hf", "false", "--num_generations", "2"]
@@ -38,13 +38,13 @@ def run(tmp_path_factory):
 
 
 def test_outside_sampler_gives_the_completions(run):
-    """Prompts 0 to 3 in the first step: 1 to 4 tokens each."""
+    """Prompts 0 to 3 in the first step have 1 to 4 tokens."""
     steps, _ = run
     assert [step["completions/mean_length"] for step in steps[:2]] == [2.5, 6.5]
 
 
 def test_outside_reference_gives_the_kl(run):
-    """By k1 it is mean(log p) - mean(log p_ref), and every row is on-policy: log p is what the perplexity of the trainer says."""
+    """With k1 it is mean(log p) - mean(log p_ref); each row is on-policy, so log p follows from the trainer's perplexity."""
     for step in run[0]:
         assert step["kl"] == pytest.approx(-math.log(step["sampling/perplexity_trainer"]) - outside_parts.LOGPROB, abs=1e-5)
 
@@ -59,7 +59,7 @@ def test_outside_gradient_check_skips_the_step(run):
 
 
 def train_with_row(rank: int, world_size: int, flags: list[str]) -> int:
-    """The exit code of a run whose sampler is named by its row alone."""
+    """Return the exit code of a run whose sampler is named only by its table row."""
     plug_ins.ENGINES["colocate"] = plug_ins.PlugIn("tests.end_to_end.outside_parts.build_alphabet")
     return cli.main(["train", *flags])
 

@@ -1,4 +1,4 @@
-"""Runs of which completions live over weight syncs: what is trained, what is on record, and kills at every point."""
+"""Runs with partial rollouts over weight syncs: what is trained, what is recorded, and kills at each point."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_flags(folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of one rank, never interrupted, with dynamic sampling that gives prompts back."""
+    """An uninterrupted run of one rank with dynamic sampling that returns prompts."""
     folder = tmp_path_factory.mktemp("whole")
     flags = make_flags(folder / "inputs", "--oversample_ratio", "1.5")
     assert run_ranks(train, 1, [*flags, "--output_dir", str(folder / "out")], timeout=180) == [0]
@@ -51,7 +51,7 @@ def whole(tmp_path_factory):
 
 
 def read_rows(out: Path) -> dict[tuple[int, int, int], tuple]:
-    """Of each completion on record: its tokens, the bits of their log-probs, and its versions; by (rollout, prompt, generation)."""
+    """Return tokens, bits of log-probs and versions of each recorded completion, by (rollout, prompt, generation)."""
     found = {}
     for path in sorted((out / "completions").glob("step_*.parquet")):
         table = pyarrow.parquet.read_table(path).to_pydict()
@@ -66,7 +66,7 @@ def exact(step: dict) -> dict:
 
 
 def assert_same(out: Path, whole: Path) -> None:
-    """Bit for bit: metrics, completions and weights."""
+    """Compare metrics, completions and weights bit for bit."""
     assert list(map(exact, records(out / "metrics.jsonl"))) == list(map(exact, records(whole / "metrics.jsonl")))
     assert read_rows(out) == read_rows(whole)
     for name, wanted in get_weights(whole).items():
@@ -215,7 +215,7 @@ def test_partial_rollouts_two_ranks_are_deterministic(tmp_path):
 
 @pytest.fixture(scope="module")
 def served(whole, tmp_path_factory):
-    """(flags of a run on a server, of six slots too, two rollouts ahead)."""
+    """(flags of a run on a server with six slots, two rollouts ahead)."""
     _, flags = whole
     folder = tmp_path_factory.mktemp("served")
     flags, model = [*flags], Path(flags[flags.index("--model") + 1])
@@ -241,7 +241,7 @@ def served(whole, tmp_path_factory):
 
 
 def on_servers(rank: int, world_size: int, flags: list[str], moment: str = "") -> int:
-    """A run without vLLM in its process, which is killed at a moment."""
+    """Run without vLLM in the process, and kill it at a point."""
     sys.modules["vllm"] = None
     if not moment:
         return train(rank, world_size, flags)
@@ -260,7 +260,7 @@ SERVED = {
 
 
 def assert_is_whole(out: Path, whole: Path) -> None:
-    """The prompts of each rollout are those of any depth; every token is of a version within the bound."""
+    """Check that the prompts of each rollout are complete, and that all tokens have versions within the limit."""
     rows = read_rows(out)
     prompts = {(rollout, prompt) for rollout, prompt, _ in read_rows(whole)}
     assert {(rollout, prompt) for rollout, prompt, _ in rows} == prompts and len(rows) == 8 * STEPS
@@ -293,7 +293,7 @@ def test_server_partial_rollouts_killed_run_resumes(served, whole, tmp_path, mom
 
 
 def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
-    """A run that gets the signal, and cancels its wait for completions, a second after the sync of version 1."""
+    """Run until a signal a second after the sync of version 1, which cancels the wait for completions."""
     from megatron_grpo.plugins.servers.server_parts import ServerGeneration
 
     groups = ServerGeneration.groups

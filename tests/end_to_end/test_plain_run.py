@@ -1,4 +1,4 @@
-"""What a run does not use, it does not import; and how many files it imports, and a step enters: at most the figures of size.toml."""
+"""A plain run imports no unused part; the files that it imports, and that a step enters, are within the limits of size.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-grpo train --use_precision_aware_optimizer`, killed in a save: the run goes on bit for bit, and then with other dtypes."""
+"""`megatron-grpo train --use_precision_aware_optimizer`, killed in a save: it resumes bit for bit, and with other dtypes."""
 
 from __future__ import annotations
 

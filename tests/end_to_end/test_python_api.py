@@ -1,4 +1,4 @@
-"""A run from a Python program is the run of the command line."""
+"""A run of the Python API equals the run of the command line."""
 
 from __future__ import annotations
 

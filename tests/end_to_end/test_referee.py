@@ -1,4 +1,4 @@
-"""The referee reads what a run of this package leaves behind, and finds it right; under other settings it names what differs."""
+"""The referee on the files of a run: no finding, and the differing settings if it is given others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Stale and on-policy steps; the last is refused and dumped because its gradient is above the threshold."""
+    """A run with stale and on-policy steps; the last is refused and dumped because its gradient is above the threshold."""
     folder = tmp_path_factory.mktemp("run")
     flags = [*write_inputs(folder), "--max_steps", "6", "--verify_weight_sync", "false", "--export_hf", "false", "--lr", "1e-2"]
     flags += [

@@ -1,4 +1,4 @@
-"""The tutorial's programs run the real TRL with the hook of its page: nothing differs, and with the fault it is named."""
+"""The tutorial's programs run the real TRL with the hook of its page: no finding, and with the fault its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for os.environ["FAULT"] in ("", "1"):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The sound run and the one with the fault, in one process: importing TRL takes ten times as long as its four steps."""
+    """The clean run and the one with the fault, in one process: importing TRL takes ten times as long as their four steps."""
     folder = tmp_path_factory.mktemp("tutorial")
     write_inputs(folder)
     (folder / "referee_dump.py").write_text(read_hook("trl"))

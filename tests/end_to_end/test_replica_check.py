@@ -1,4 +1,4 @@
-"""`train --check_replicas` on two ranks: a copy that parts ends the run before it is saved; a step dump has no secrets."""
+"""`train --check_replicas` on two ranks: differing replicas end the run before a save; a step dump has no secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES += ["--logprob_diff_warn", "100"]  # the scripted sampler is not the polic
 
 
 def train(rank: int, world_size: int, flags: list[str]):
-    """Before the second step a bit of one weight of rank 1 flips. Returns the exit code and all that was said."""
+    """Flip a bit of one weight of rank 1 before the second step. Return the exit code and the output."""
     from megatron_grpo.commands.analysis.replica_check import list_tensors
     from megatron_grpo.core.policy.policy import Policy
 

@@ -1,4 +1,4 @@
-"""torchrun starts a job again: with all machines, with fewer, or in vain; and no process outlives a launcher that dies early."""
+"""torchrun restarts a job: with all machines, with fewer, or without success; no process outlives a launcher that exits early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 6
 
 @pytest.fixture
 def machines(tmp_path):
-    """Starts torchrun on one more machine of a job; all share `tmp_path`, and the first holds the store."""
+    """Return a function that starts torchrun on one more machine of a job; all share `tmp_path`, and the first has the store."""
     port, started = free_port(), []
 
     def start(*flags: str, machines: str) -> subprocess.Popen:
@@ -48,14 +48,14 @@ def machines(tmp_path):
 
 
 def test_restart_continues_after_lost_rank_and_on_fewer_machines(machines, tmp_path):
-    """The launcher of the dead rank counts a restart; the other one may see that first, and counts none. Their store is the same."""
+    """The launcher of the lost rank counts a restart; if the other one sees the loss first, it counts none. They share a store."""
     out = tmp_path / "out"
     flags = [*write_inputs(tmp_path), *("--max_steps", str(STEPS)), *("--verify_weight_sync", "false"), *("--export_hf", "false")]
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0, 0]
     flags += [*("--output_dir", str(out)), *("--save_steps", "1")]
 
     def saved() -> tuple[int, int]:
-        """Step and ranks of the newest checkpoint."""
+        """Return step and ranks of the newest checkpoint."""
         found = sorted((out / "checkpoints").glob("iter_*/manifest.json"))
         facts = json.loads(found[-1].read_text()) if found else {"step": 0, "world_size": 0}
         return facts["step"], facts["world_size"]
@@ -89,7 +89,7 @@ def list_children(pid: int) -> list[int]:
 
 
 def test_restart_of_invalid_job_fails_before_imports(tmp_path):
-    """Sizes that do not fit: said once, by the first attempt; the others end before they import anything."""
+    """Invalid sizes are reported once, by the first attempt; further attempts end before they import anything."""
     flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out")), *("--global_batch_size", "12")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -111,7 +111,7 @@ worker.wait()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_rank_exits_if_launcher_dies_during_imports(tmp_path):
-    """At any instant: also before the first line of the command is reached, when nobody could have been asked to watch."""
+    """At any time, also before the first line of the command runs."""
     flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"))]
     for number, delay in enumerate((0.0, 0.01, 0.02, 0.04, 0.08, 0.2, 1.0)):
         up = tmp_path / f"up.{number}"

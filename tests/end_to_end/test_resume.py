@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed, also under another layout, is the run that was never stopped."""
+"""A run that is stopped and resumed, also in another layout, equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "num_tokens", "learnin
 
 
 def stop_when_it_has_trained(rank: int, world_size: int, flags: list[str], steps: int) -> int:
-    """As `train`, but a signal arrives at rank 0 once `steps` optimizer steps are on record."""
+    """Run `train`, and send rank 0 a signal after `steps` recorded optimizer steps."""
     if rank == 0:
         stop_after_steps(flags, steps)
     return train(rank, world_size, flags)
@@ -40,7 +40,7 @@ def uninterrupted(inputs):
 
 @pytest.fixture(scope="module")
 def stopped(inputs):
-    """A run that was stopped on its way. It makes room for the sampler, too, and the one that it is compared with does not."""
+    """A run that was stopped. It offloads for the sampler; the run that it is compared with does not."""
     folder, flags = inputs
     flags = [*flags, "--offload_model", "true", "--offload_optimizer", "true", "--output_dir", str(folder / "stopped")]
     assert run_ranks(stop_when_it_has_trained, 2, flags, 2, timeout=180) == [3, 3]
@@ -49,7 +49,7 @@ def stopped(inputs):
 
 
 def _exact(step: dict) -> dict:
-    """A step that sampled nothing has no reward."""
+    """Return metrics that must be equal; a step without sampling has no reward."""
     return {name: step[name] for name in EXACT if name in step}
 
 
@@ -78,7 +78,7 @@ def test_resume_of_finished_run_trains_nothing(uninterrupted, inputs):
 
 
 def assert_it_trained_what_it_planned(out: Path):
-    """schedule.jsonl (what each step really did) against plan.json (what was printed and saved before the first)."""
+    """Compare schedule.jsonl (what each step did) with plan.json (what was planned before the first)."""
     plan = json.loads((out / "plan.json").read_text())
     accumulation = plan["batch"]["gradient_accumulation_steps"]
     lines = records(out / "schedule.jsonl")

@@ -1,4 +1,4 @@
-"""`megatron-grpo train` started again: what it says, what it refuses before a model loads, and that it overwrites nothing until then."""
+"""`megatron-grpo train` started again: its messages, what it rejects before a model loads, and that it overwrites nothing until then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = dict(layers=1, hidden=8, heads=2, kv_heads=2, head_dim=8, ffn=8)
 
 
 def heard(rank, world_size, flags):
-    """The exit code, and everything printed; a model that is built although the configuration is wrong is a failure."""
+    """Return the exit code and the output; building a model for an invalid configuration is a failure."""
     import contextlib
     import io
 
@@ -40,7 +40,7 @@ def refused(rank, world_size, flags):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of four steps, two to a rollout and two rollouts, with checkpoints after 2, 3 (a rollout under way) and 4."""
+    """A run of four steps, two rollouts of two steps each, with checkpoints after 2, 3 (in mid-rollout) and 4."""
     folder = tmp_path_factory.mktemp("finished")
     flags = [*write_inputs(folder, rows=12, **SMALL), *("--num_generations", "2"), *("--global_batch_size", "8")]
     flags += ["--steps_per_generation", "2", "--save_steps", "1", "--save_total_limit", "3", "--export_hf", "false"]
@@ -129,7 +129,7 @@ def test_resume_incompatible_run_is_an_error_before_loading_and_changes_no_file(
 
 
 def refused_on_its_own_machine(rank, world_size, flags):
-    """As `refused`, where every rank has a folder of its own at the same relative path."""
+    """Run `refused` where each rank has its own directory at the same relative path."""
     os.chdir(Path(f"machine{rank}"))
     return refused(rank, world_size, flags)
 

@@ -1,4 +1,4 @@
-"""`--router_replay_mode` in whole runs: rows that wait keep their experts over a checkpoint, also under another layout."""
+"""`--router_replay_mode` in complete runs: pending rows keep their experts in a checkpoint, also in another layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAME = ("loss", "grad_norm", "kl", "num_tokens", "routing/replayed", "routing/ag
 
 
 def train(rank, world_size, flags, mode):
-    """With answers from a table, and of each token some experts, where the sampler is to tell them."""
+    """Run with scripted completions, and with experts per token where the sampler returns them."""
     import dataclasses
 
     from megatron_grpo.cli import main

@@ -1,6 +1,6 @@
-"""Dynamic sampling and over-sampling in whole runs: which prompts are trained, which are asked again, and that a resumed run does the same.
+"""Dynamic sampling and over-sampling in complete runs: which prompts are trained, which are sampled again, and resume.
 
-Also what a run says of a reward that fails. Answers come from a table (`scripted`).
+Also the error of a reward that fails. Completions are scripted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(inputs, tmp_path_factory, request):
 
 
 def trained(out: Path) -> list[dict[int, list[float]]]:
-    """Of each rollout: prompt number -> rewards."""
+    """Return prompt number -> rewards of each rollout."""
     import pyarrow.parquet
 
     rollouts = []
@@ -72,7 +72,7 @@ def used(out: Path, step: int) -> int:
 
 
 def alive_by_number(flags: list[str], count: int) -> list[bool]:
-    """Whether the prompts of the run's stream can teach something."""
+    """Return whether the prompts of the run's stream have varying rewards."""
     from megatron_grpo.run.config.parse import resolve
     from megatron_grpo.run.data.chat import load_tokenizer
     from megatron_grpo.run.data.prompts import open_stream

@@ -1,4 +1,4 @@
-"""Whole runs that draw from less than the vocabulary: sampler and trainer agree, and rows that wait keep the words that were left."""
+"""Complete runs with sampling masks: sampler and trainer agree, and pending rows keep their masks."""
 
 from __future__ import annotations
 

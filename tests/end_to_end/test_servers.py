@@ -1,7 +1,7 @@
-"""Claims about `megatron-grpo serve`: real processes with a tiny model, asked over HTTP as anybody may ask, and pushed to over a real link.
+"""`megatron-grpo serve`: real processes with a tiny model, requests over HTTP, and weight syncs over a real link.
 
-Three servers are started once: a plain one, one with room for adapters, and one with a MoE model that speaks TLS and tells which experts it
-took. The tests at the end destroy them.
+Three servers are started once: a plain one, one that accepts adapters, and one with a MoE model, TLS and router replay. The tests at the
+end kill them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM = 0.8
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Checkpoints of one architecture with different weights; the first is what servers start with."""
+    """Checkpoints of one architecture with different weights; servers start with the first."""
     folder = tmp_path_factory.mktemp("models")
     return [write_tiny(folder / str(seed), tied=False, seed=seed) for seed in range(3)]
 
@@ -100,7 +100,7 @@ def asked(version: int, *, n: int = 2, max_tokens: int = 12, num: int = 4, **mor
 
 
 def gap_of_samples(answers: dict[str, wire.GenerateLine], model) -> float:
-    """Largest |sampler - transformers| of any drawn token's log-prob."""
+    """Return the largest |sampler - transformers| of all sampled tokens' log-probs."""
     worst = 0.0
     for key, ids in enumerate(prompts(len(answers))):
         for drawn in answers[str(key)].completions:
@@ -155,7 +155,7 @@ def test_server_without_token_answers_401(servers):
 
 
 def test_server_token_in_body_or_incomplete_request_is_rejected(servers):
-    """What no HTTP library would send."""
+    """Sends requests that no HTTP library would send."""
     for said in (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /state HTTP/1.0\r\n\r\n",
                  b"GET http://x/state HTTP/1.1\r\nHost: x\r\n\r\n",
                  f"POST /state HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\nAuthorization: Bearer {TOKEN}".encode(),
@@ -208,7 +208,7 @@ class CancelledError(Exception):
 
 
 def give_up(link, server: Server, named) -> None:
-    """A push that the trainer gives up after these tensors, with other values than it should have sent."""
+    """Send these tensors with wrong values, then cancel the sync."""
 
     def source():
         for name, tensor in named:
@@ -223,9 +223,7 @@ def give_up(link, server: Server, named) -> None:
 
 
 def test_server_failed_first_syncs_do_not_affect_the_first_complete_one(plain, trainer, models):
-    """They go through vLLM's reload, which would count what came of a layer towards the next one: wrong weights, or an error far from its
-    cause. Later pushes go by a table of their own.
-    """
+    """They use vLLM's reload, which would count tensors of a failed sync toward the next one. Later syncs use a copy table."""
     link, all_of_them = trainer.link(plain), weights(models[1])
     for named in (all_of_them[:4], all_of_them[:9], [item for item in all_of_them if ".q_proj" in item[0] or ".gate_proj" in item[0]]):
         give_up(link, plain, named)
@@ -309,14 +307,14 @@ def test_server_sync_over_unjoined_link_is_an_error(plain):
 
 
 def long(version: int) -> wire.GenerateRequest:
-    """More than a server can answer while a test looks at it: 16 sequences at once, and 1024 of some hundred tokens to draw."""
+    """Return requests that a server cannot finish during a test: 16 sequences at once, and 1024 with some hundred tokens each."""
     ids = prompts(1)[0]
     return wire.GenerateRequest(version=version, sampling=wire.Sampling(temperature=2.0), requests=tuple(
         wire.Request(key=str(i), ids=ids, seed=64 * i, n=16, max_tokens=200) for i in range(64)))  # fmt: skip
 
 
 def opened(server: Server, body: wire.GenerateRequest):
-    """A stream whose requests are in the engine."""
+    """Return a stream whose requests are in the engine."""
     connection, stream = server.request("POST", "/generate", wire.encode(body))
     assert stream.status == 200
     until = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""`--share_prefix` in whole runs: a run that did not share is continued by one that does, and the samples and steps are the same."""
+"""`--share_prefix` in complete runs: a run without it is resumed with it, and samples and steps are equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train(rank, world_size, flags):
 
 
 def test_resume_of_unshared_run_with_shared_prefix_is_equal(tmp_path):
-    """From the middle of a rollout, where sampled rows wait: they know their groups' prefix, whoever sampled them."""
+    """Resumes in mid-rollout with pending rows, which always have their group's prefix."""
     flags = [*write_inputs(tmp_path, rows=12, **SMALL), *("--global_batch_size", "8"), *("--steps_per_generation", "2")]
     flags += [*("--num_iterations", "2"), *("--beta", "0.02"), *("--max_tokens_per_micro_batch", "64"), *("--save_steps", "3")]
     flags += [*("--max_steps", "6"), *("--save_total_limit", "3"), *("--log_entropy", "true"), *("--export_hf", "false")]

@@ -1,4 +1,4 @@
-"""Runs in which a rank spoils gradients: they skip the step and go on, stop after so many, and are resumed to the bit."""
+"""Runs in which a rank spoils gradients: they skip the step, stop after several in a row, and resume bit for bit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "num_tokens", "learnin
 
 
 def train(rank: int, world_size: int, flags: list[str], spoils: tuple[int, ...], spike: int | None = None):
-    """`megatron-grpo train` with a scripted engine. In steps `spoils` (from 0) rank 1's second micro-batch has no number as a gradient; in
-    step `spike` one a thousand times too large. A median is there after three norms. Returns the exit code and all that was said."""
+    """Run `megatron-grpo train` with a scripted engine and spoiled gradients; return the exit code and the output.
+
+    In steps `spoils` (from 0) the gradient of rank 1's second micro-batch is NaN; in step `spike` it is a thousand times too large. The
+    median exists after three norms.
+    """
     from megatron_grpo.core.policy import gradient_check as guard
     from megatron_grpo.core.policy.policy import Policy
 
@@ -54,7 +57,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(inputs):
-    """Step 3 of 8 has no number as a gradient, step 7 a spike."""
+    """Step 3 of 8 has a NaN gradient, step 7 a spike."""
     folder, flags = inputs
     found = run_ranks(train, 2, [*flags, "--output_dir", str(folder / "whole")], (2,), 6, timeout=240)
     assert [code for code, _ in found] == [0, 0], found
@@ -76,7 +79,7 @@ def test_run_skips_bad_gradients_and_continues(whole):
 
 
 def test_skipped_step_is_dumped_and_replays(whole):
-    """What spoilt it was no number of its rows: on one rank, without the hook, its gradient is sound."""
+    """Its NaN does not come from its rows: replayed on one rank without the hook, its gradient is finite."""
     out, said = whole
     assert sorted(path.name for path in out.glob("debug_dump/*")) == ["step_000003_not_finite", "step_000007_spike"]
     assert f"megatron-grpo replay {out}/debug_dump/step_000003_not_finite" in said
@@ -100,7 +103,7 @@ def test_skipped_step_logs_rank_micro_batch_and_rows(whole, inputs):
 
 
 def test_checkpoint_is_marked_good_once_its_samples_are_trained(whole):
-    """Rollouts come in at steps 0, 3 and 6, by the weights of those steps; step 6 (the seventh) was skipped, step 7 trains its rows."""
+    """Rollouts are sampled at steps 0, 3 and 6 with the weights of those steps; step 6 (the seventh) is skipped, step 7 trains its rows."""
     out, _ = whole
     good = {int(path.parent.name[5:]) for path in out.glob("checkpoints/iter_*/good.json")}
     assert good == {1, 2, 3, 4, 5, 6}
@@ -108,9 +111,9 @@ def test_checkpoint_is_marked_good_once_its_samples_are_trained(whole):
 
 @pytest.mark.parametrize("after", [3, 6])
 def test_resumed_run_skips_the_same_steps_exactly(inputs, whole, tmp_path, after):
-    """From just after a step that was spoilt, and from before one that a median decides: its norms come from the checkpoint.
+    """From just after a spoiled step, and from before one that the median determines: its norms are in the checkpoint.
 
-    The resumed runs save by the clock, after each step.
+    The resumed runs save by time, after each step.
     """
     out, _ = whole
     flags = [*inputs[1], "--output_dir", str(tmp_path / "out"), "--resume", str(out / f"checkpoints/iter_{after:07d}")]

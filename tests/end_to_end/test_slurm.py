@@ -1,5 +1,4 @@
-"""The job files of examples/slurm on two nodes: told that its time is up in the middle of a rollout, a job saves, is queued again, and
-ends as if nothing had been."""
+"""The job files of examples/slurm on two nodes: at its time limit in mid-rollout a job saves, is requeued, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ exec {python} -m torch.distributed.run "${{kept[@]}}"
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """(folder, flags, metrics of a run that nobody disturbs)."""
+    """(folder, flags, metrics of an undisturbed run)."""
     folder = tmp_path_factory.mktemp("slurm")
     flags = [*write_inputs(folder, rows=10), *("--max_steps", str(STEPS)), *("--verify_weight_sync", "false"), *("--export_hf", "false")]
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(folder / "whole")], timeout=180) == [0, 0]
@@ -36,7 +35,7 @@ def inputs(tmp_path_factory):
 
 
 def told(out: Path) -> list[dict]:
-    """What a run has told of its steps, but for the time that they took."""
+    """Return the logged metrics of a run's steps without times."""
     timed = ("time/", "tokens_per_second")
     return [{name: value for name, value in step.items() if not name.startswith(timed)} for step in records(out / "metrics.jsonl")]
 

@@ -1,4 +1,4 @@
-"""A base model: its template ends turns with a token that ends nothing, and a tag is a special token. A whole run with vLLM."""
+"""A complete run with vLLM of a base model whose template ends turns with a token that is not end of text, and whose tags are special."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tagged(completions, completion_ids, **columns):
 
 @pytest.fixture(scope="module")
 def base_model(tmp_path_factory):
-    """Like a base model of Qwen: its end of text is another token than the one that ends a turn."""
+    """A model like Qwen's base models: its end-of-text token differs from the token that ends a turn."""
     path = write_chat(tmp_path_factory.mktemp("base") / "model", layers=1)
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"eos_token": PAD, "additional_special_tokens": [TAG]})

@@ -1,4 +1,4 @@
-"""Runs whose rows are read as they go: the same prompts for all ranks, exactly on after a stop, and an end by a sentence at a bad row."""
+"""Runs that stream their data set: the same prompts on all ranks, exact resume, and an error at an invalid row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAMED = ["--streaming", "true", "--shuffle_buffer_size", "5", "--max_prompt_l
 
 
 def stopped_when_it_has_trained(rank: int, world_size: int, flags: list[str], steps: int) -> tuple[int, str]:
-    """As `heard`, but a signal arrives at rank 0 once `steps` optimizer steps are on record."""
+    """Run `heard`, and send rank 0 a signal after `steps` recorded optimizer steps."""
     if rank == 0:
         stop_after_steps(flags, steps)
     return heard(rank, world_size, flags)
@@ -37,7 +37,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(inputs):
-    """The run that nobody stopped. It alone keeps a step, records rows and is evaluated, by rows that are read whole."""
+    """The uninterrupted run. Only it dumps a step, records rows and is evaluated, with a data set that is not streamed."""
     folder, flags = inputs
     (folder / "held.jsonl").write_text("".join((folder / "data.jsonl").read_text().splitlines(keepends=True)[:7]))
     more = ["--logprob_diff_warn", "0.001", "--save_steps", str(STEPS - 1), "--record_rows", "true"]

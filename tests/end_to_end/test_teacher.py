@@ -1,5 +1,4 @@
-"""On-policy distillation: a teacher of another size, on a real frozen server that nobody can push to or in the training ranks, and its
-student."""
+"""On-policy distillation with a teacher of another size, on a real server that accepts no weights or on the training ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def likes_even_tokens(path):
-    """The model, with so much more of a logit for even ids than for odd ones that a student hears it through the noise of few samples."""
+    """Raise the logits of even token IDs of a model, so that a student learns it from few noisy samples."""
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"] += 1.0  # a part that all hidden states have, and the head answers to
     weights["lm_head.weight"][0::2] += LIKING / WIDTH
@@ -46,7 +45,7 @@ def likes_even_tokens(path):
 
 @pytest.fixture(scope="module")
 def teacher(folder):
-    """(its server, its directory): three layers where the student has two, and wider."""
+    """(server, directory) of a teacher with three layers, wider than the student, which has two."""
     path = likes_even_tokens(write_tiny(folder / "large", hidden=WIDTH, layers=3, ffn=160, seed=1, std=0.05))
     server = Server(folder / "server", path, "--frozen", "true", "--vllm_max_model_len", "64")
     try:
@@ -105,7 +104,7 @@ def named(teacher):
 
 
 def kl_to(teacher, student) -> float:
-    """Mean over places of KL(student || teacher), exactly, on texts that neither was trained on."""
+    """Return the mean over tokens of the exact KL(student || teacher), on texts that neither was trained on."""
     ids = torch.from_numpy(np.random.default_rng(11).integers(4, 128, (16, 12)))
     with torch.no_grad():
         p, q = (load_tiny(path)(ids).logits.log_softmax(-1) for path in (student, teacher))
@@ -125,7 +124,7 @@ def test_teacher_kl_to_student_falls_without_rewards(teacher, folder, named):
 
 
 def test_teacher_logprobs_survive_resume_with_another_weight(folder, named):
-    """Of a rollout of two steps the second is trained from a checkpoint, by rows that had waited in it. No teacher is asked again."""
+    """The second step of a rollout is trained from a checkpoint, on pending rows, without another request to the teacher."""
     inputs = [*write_inputs(folder / "two"), "--save_steps", "1", "--record_rows", "true", "--export_hf", "false"]
     inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_sync", "false"]
     assert run_ranks(train, 1, [*inputs, *named, "--output_dir", str(folder / "whole")], env=ASKS) == [0]
@@ -147,7 +146,7 @@ def test_teacher_logprobs_survive_resume_with_another_weight(folder, named):
 
 
 def refused(rank: int, world_size: int, flags: list[str]) -> str:
-    """What is said, where the exit code is 2. For `run_ranks`."""
+    """Return the output of a run with exit code 2. For `run_ranks`."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         code = train(rank, world_size, flags)
     assert code == 2, said.getvalue()
@@ -177,14 +176,14 @@ def test_teacher_server_is_rejected_as_rollout_server(teacher, folder, named):
 
 
 def scripted_flags(folder, *more: str) -> list[str]:
-    """Of runs whose answers come from a table, without vLLM: two short steps."""
+    """Return flags of runs with scripted completions, without vLLM: two short steps."""
     flags = write_inputs(folder)
     at = flags.index("--vllm_kv_cache_memory_mb")
     return [*flags[:at], *flags[at + 2 :], "--global_batch_size", "8", "--max_steps", "2", "--export_hf", "false", *more]
 
 
 def told(rank: int, world_size: int, flags: list[str]) -> str:
-    """What a run prints. For `run_ranks`."""
+    """Return the output of a run. For `run_ranks`."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = scripted.train(rank, world_size, flags)
     assert code == 0, said.getvalue()

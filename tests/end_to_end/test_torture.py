@@ -1,4 +1,4 @@
-"""CI's share of tools/torture.py: real runs, hurt once each."""
+"""The part of tools/torture.py that CI runs: real runs with one fault each."""
 
 from __future__ import annotations
 

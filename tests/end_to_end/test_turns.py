@@ -1,4 +1,4 @@
-"""A run of episodes, whose template drops history, is killed and stopped in mid-rollout; and is the run that nobody stopped."""
+"""A run of episodes whose template drops history, killed and stopped in mid-rollout: equal to the undisturbed run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def flags(tmp_path_factory):
 
 
 def end_in_mid_rollout(rank: int, world_size: int, flags: list[str], steps: int, number: int) -> int:
-    """As `train`; but once so many steps are on record and turns of the next rollout are drawn, a signal comes."""
+    """Run `train`, and send a signal after some recorded steps, when turns of the next rollout are sampled."""
     here = Path(flags[flags.index("--dataset") + 1]).parent
 
     def end():

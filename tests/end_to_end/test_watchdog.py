@@ -1,4 +1,4 @@
-"""A rank of a real run that is stopped in the midst of a step: the run ends, names it, and the same command goes on afterwards."""
+"""A real run with a rank that is stopped during a step: the run ends, names the rank, and the same command resumes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import RanksFailed, run_ranks
 
 
 def train_and_stop(rank: int, world_size: int, flags: list[str], stops: bool) -> int:
-    """`megatron-grpo train`, in which rank 1 is stopped after the backward pass of its second optimizer step."""
+    """Run `megatron-grpo train`, and stop rank 1 after the backward pass of its second optimizer step."""
     from megatron_grpo.cli import main
     from tests.scripted_engine import ScriptedEngine
 

@@ -1,4 +1,4 @@
-"""benchmarks/end_to_end.py: its figures on runs that are made up, the model of its longer run, and a real run of each trainer."""
+"""benchmarks/end_to_end.py: its figures on made-up runs, the model of its longer run, and a real run of each trainer."""
 
 from __future__ import annotations
 
