@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 FIRST = 3  # first step measured: earlier ones wait for the first rollout and have cold caches
@@ -75,7 +75,7 @@ def run_steps(flags: list[str], depth: int, seconds: list[float], num_steps: int
     more = [*flags, *f"--max_steps {num_steps} {ahead}".split()]
     with tempfile.TemporaryDirectory() as out:
         run_ranks(train, 1, [*more, "--output_dir", out], seconds, timeout=3600)
-        return records(Path(out) / "metrics.jsonl")[FIRST:]
+        return read_jsonl(Path(out) / "metrics.jsonl")[FIRST:]
 
 
 def main() -> None:

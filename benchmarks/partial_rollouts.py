@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.end_to_end import write_longer
 from megatron_grpo.plugins.partial_rollouts import plan as partial_rollouts
-from tests.end_to_end.runs import records
+from tests.end_to_end.runs import read_jsonl
 from tests.ranks import run_ranks
 
 FIRST, WINDOW = partial_rollouts.FIRST, 5  # number of excluded steps; number of steps of a mean reward
@@ -104,7 +104,7 @@ def measure(config: Path, depth: int, seed: int, steps: int, slots: int) -> dict
                  "--async_rollout_depth", str(depth), "--rollout_importance_sampling_mode", "token_truncate",
                  "--vllm_max_num_seqs", str(slots), "--export_hf", "false", "--log_completions_steps", "1"]  # fmt: skip
         run_ranks(train, 1, flags, str(Path(folder) / "counts"), timeout=3600)
-        counts, lines = records(Path(folder) / "counts"), records(out / "metrics.jsonl")
+        counts, lines = read_jsonl(Path(folder) / "counts"), read_jsonl(out / "metrics.jsonl")
         lengths: dict[int, list[int]] = {}
         for path in sorted((out / "completions").glob("*.parquet")):
             table = pyarrow.parquet.read_table(path, columns=["rollout", "prompt_number", "generation", "num_completion_tokens"])

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks of the tests
 from megatron_grpo.run.config.settings import RunConfig
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
-from tests.replica_check_cases import Looks
+from tests.replica_check_cases import ReplicaCheckObserver
 from tests.tiny_models import write_tiny
 
 GROUPS = tuple((24, (96, 60, 80, 72)) for _ in range(4))  # 16 rows, 1,600 tokens
@@ -58,7 +58,7 @@ def measure(path, settings, samples, steps: int):
         for index in range(steps):
             rows = [dataclasses.replace(sample, version=index, on_policy_version=index) for sample in samples]
             batch, check.seconds = cases.make_batch(policy, rows, index), 0.0
-            looks, began = Looks(policy, check), time.process_time()
+            looks, began = ReplicaCheckObserver(policy, check), time.process_time()
             policy.train_step(batch, looks)
             assert looks.found is None
             if index:  # the first step is slower

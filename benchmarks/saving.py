@@ -213,15 +213,15 @@ def measure(rank: int, world: int, folder: Path, is_async: bool):
     """Return (seconds of the call of `save`, seconds until the checkpoint is complete), medians of six saves."""
     from megatron_grpo.core.metadata import Progress
     from megatron_grpo.core.parallel import collectives
-    from tests.distributed.test_checkpoint import Policy, Prompts, Waiting, checkpoints
+    from tests.distributed.test_checkpoint import PendingRows, Prompts, SmallPolicy, make_checkpoint_manager
 
-    policy, keeper = Policy(world, hidden=512, bf16=True), checkpoints(folder, async_save=is_async, save_total_limit=1)
+    policy, keeper = SmallPolicy(world, hidden=512, bf16=True), make_checkpoint_manager(folder, async_save=is_async, save_total_limit=1)
     held, whole = [], []
     for step in range(1, 8):
         policy.step()
         collectives.wait_for_all()
         begin = time.perf_counter()
-        keeper.save(Progress(step=step), Waiting(), policy, Prompts())
+        keeper.save(Progress(step=step), PendingRows(), policy, Prompts())
         held.append(time.perf_counter() - begin)
         keeper.finish()
         whole.append(time.perf_counter() - begin)

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the simulated ranks of the
 from rich.console import Console
 from rich.table import Table
 
-from tests.simulated_ranks import World, simulate_rollout_and_two_steps
+from tests.simulated_ranks import SimulatedCollectives, simulate_rollout_and_two_steps
 
 RANKS, GROUP_SIZE, LENGTH = (8, 64, 1024), 8, 32  # LENGTH: tokens of a completion
 GROUPS = {"the same batch": lambda ranks: 2048, "the same completions for each rank": lambda ranks: 2 * ranks}
 
 
-class TimedWorld(World):
+class TimedWorld(SimulatedCollectives):
     """`World` that counts received bytes and measures its own CPU seconds."""
 
     seconds, num_bytes = 0.0, 0

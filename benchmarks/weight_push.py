@@ -30,7 +30,7 @@ from megatron_grpo.core.weights.buckets import TensorSlice, num_collectives
 from megatron_grpo.core.weights.mapping import WeightMap
 from megatron_grpo.core.weights.names import hf_shapes
 from megatron_grpo.core.weights.shape import ModelShape
-from tests.distributed.test_rollout import engine_at
+from tests.distributed.test_rollout import build_engine
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 from tests.wire import wire
@@ -188,7 +188,7 @@ def push_into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: 
         import vllm._custom_ops
 
         vllm._custom_ops._supports_onednn = False
-    with engine_at(path, rank, world) as engine:
+    with build_engine(path, rank, world) as engine:
         loaders = {"reload": WeightLoader(), "table": WeightLoader()}
         loaders["reload"].reason, loaders["table"].pack = "this benchmark measures it", pack
         for turn in range(rounds + 2):  # the first round learns the table, the second is a warm-up

@@ -156,7 +156,7 @@ def make_settings_cases() -> Iterator[Case]:
     for setting in table().values():
         is_of_lora = setting.group == "tuner" and setting.name != "tuner_type" and not setting.name.startswith(("freeze_", "trainable_"))
         flags = {setting.name: None, **({"tuner_type": "lora"} if is_of_lora else {})}
-        for value, what in _bad_values(setting):
+        for value, what in _make_bad_values(setting):
             typed = () if not value or value.isspace() else (value,)
             yield Case(name=f"{setting.name} {what}", flags=flags, extra=[f"--{setting.name}", value],
                        says=[setting.name, *typed])  # fmt: skip
@@ -168,7 +168,7 @@ def make_settings_cases() -> Iterator[Case]:
                        says=[setting.name, pair[0] if setting.is_map else " ".join(pair)])  # fmt: skip
 
 
-def _bad_values(setting: Setting) -> Iterator[tuple[str, str]]:
+def _make_bad_values(setting: Setting) -> Iterator[tuple[str, str]]:
     kind, bounds = setting.kind, setting.range
     if kind in ("int", "float"):
         yield from (("two", "a word"), ("", "empty"), ("nan", "nan"), ("inf", "inf"), ("-inf", "-inf"), ("1e400", "too large"))
@@ -482,7 +482,7 @@ def make_yaml_cases() -> Iterator[Case]:
     )  # fmt: skip
     for name, content, says in foreign:
         yield Case(name=f"yaml: a {name} file", extra=_written("run.yaml", content), says=says)
-    yield Case(name="a file that may not be read", extra=_forbidden, says=["run.yaml"])
+    yield Case(name="a file that may not be read", extra=_make_forbidden_cases, says=["run.yaml"])
     scripts = (
         ("a quote left open", "megatron rlhf --lr '1e-6\n", ["run.sh"]),
         ("a variable from outside", "megatron rlhf --lr $RATE\n", ["$RATE"]),
@@ -503,7 +503,7 @@ def make_yaml_cases() -> Iterator[Case]:
         yield Case(name=f"lengths: {name}", extra=extra, says=says)
 
 
-def _forbidden(at: Path, good: Mapping[str, str]) -> Arguments:
+def _make_forbidden_cases(at: Path, good: Mapping[str, str]) -> Arguments:
     (at / "run.yaml").mkdir()  # root may read everything, but not a folder as a file
     return ["--config", str(at / "run.yaml")]
 
@@ -640,13 +640,17 @@ def make_dataset_cases() -> Iterator[Case]:
     ):  # fmt: skip
         yield Case(name=f"streamed data: {name}", flags=at_file(file, content), says=says,
                    extra=["--streaming", "true", "--max_prompt_length", "20"])  # fmt: skip
-    yield Case(name="data: an empty folder", flags=lambda at, good: {"dataset": _folder(at / "data")}, says=["data", "directory without"])
     yield Case(
-        name="data: a folder of text", flags=lambda at, good: {"dataset": _folder(at / "data", {"a.txt": "5"})}, says=["directory without"]
+        name="data: an empty folder", flags=lambda at, good: {"dataset": _make_folder(at / "data")}, says=["data", "directory without"]
+    )
+    yield Case(
+        name="data: a folder of text",
+        flags=lambda at, good: {"dataset": _make_folder(at / "data", {"a.txt": "5"})},
+        says=["directory without"],
     )
     yield Case(
         name="data: a folder with one bad file",
-        flags=lambda at, good: {"dataset": _folder(at / "data", {"a.jsonl": _ROW, "b.jsonl": "x\n"})},
+        flags=lambda at, good: {"dataset": _make_folder(at / "data", {"a.jsonl": _ROW, "b.jsonl": "x\n"})},
         says=["b.jsonl", "line 1"],
     )
     for value, says in (
@@ -671,11 +675,11 @@ def make_dataset_cases() -> Iterator[Case]:
         says=["leaves no rows", "max_prompt_length (1)"],
         commands=TRAIN,
     )
-    yield Case(name="data: chats for a base model", flags=_base_model, says=["chat template", "d.jsonl line 1"], commands=TRAIN)
-    yield Case(name="data: a template that refuses", flags=_strict_template, says=["d.jsonl line 1", "no system"], commands=TRAIN)
+    yield Case(name="data: chats for a base model", flags=_write_base_model, says=["chat template", "d.jsonl line 1"], commands=TRAIN)
+    yield Case(name="data: a template that refuses", flags=_write_strict_template, says=["d.jsonl line 1", "no system"], commands=TRAIN)
 
 
-def _folder(path: Path, files: Mapping[str, str] | None = None) -> str:
+def _make_folder(path: Path, files: Mapping[str, str] | None = None) -> str:
     path.mkdir(parents=True)
     for name, content in (files or {}).items():
         (path / name).write_text(content)
@@ -687,13 +691,13 @@ def _copy(good: Mapping[str, str], at: Path) -> Path:
     return at / "model"
 
 
-def _base_model(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
+def _write_base_model(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
     model = _copy(good, at)
     (model / "chat_template.jinja").unlink()
     return {"model": str(model), "dataset": _written("d.jsonl", '{"prompt": [{"role": "user", "content": "5"}]}\n')(at, good)[1]}
 
 
-def _strict_template(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
+def _write_strict_template(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
     model = _copy(good, at)
     (model / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
     return {"model": str(model), "dataset": _written("d.jsonl", '{"prompt": [{"role": "user", "content": "5"}]}\n')(at, good)[1]}
@@ -789,7 +793,7 @@ def make_model_cases() -> Iterator[Case]:
     yield Case(
         name="model: its weights", flags=lambda at, good: {"model": good["model"] + "/model.safetensors"}, says=["model.safetensors"]
     )
-    yield Case(name="model: an empty folder", flags=lambda at, good: {"model": _folder(at / "none")}, says=["config.json"])
+    yield Case(name="model: an empty folder", flags=lambda at, good: {"model": _make_folder(at / "none")}, says=["config.json"])
     yield Case(name="model: a name nobody has", flags={"model": "nobody/nothing"}, says=["nobody/nothing"], commands=TRAIN)
     yield Case(name="model: no name", flags={"model": "a b"}, says=["a b"], commands=TRAIN)
     yield Case(name="model: bad characters", flags={"model": "what?"}, says=["what?"], commands=TRAIN)
@@ -916,7 +920,7 @@ def make_reward_cases() -> Iterator[Case]:
     ):  # fmt: skip
         yield Case(name=f"reward: {value}", flags={"reward_funcs": None}, extra=["--reward_funcs", *value.split(" ")], says=says,
                    commands=TRAIN if value == "none" else BOTH)  # fmt: skip
-    yield Case(name="reward: a folder", flags=lambda at, good: {"reward_funcs": f"{_folder(at / 'r.py')}:f"}, says=["r.py"])
+    yield Case(name="reward: a folder", flags=lambda at, good: {"reward_funcs": f"{_make_folder(at / 'r.py')}:f"}, says=["r.py"])
     for weights in ("1 2", "1 2 3"):
         yield Case(
             name=f"reward: weights {weights} for one",
@@ -977,7 +981,7 @@ def make_path_cases() -> Iterator[Case]:
             },
             says=says,
         )
-    yield Case(name="resume: an empty folder", flags=lambda at, good: {"resume": _folder(at / "empty")}, says=["empty"])
+    yield Case(name="resume: an empty folder", flags=lambda at, good: {"resume": _make_folder(at / "empty")}, says=["empty"])
     yield Case(name="resume: a file", flags=lambda at, good: {"resume": good["dataset"]}, says=["data.jsonl"])
     yield Case(name="resume: a model", flags=lambda at, good: {"resume": good["model"]}, says=["model"])
     yield Case(name="eval: no such file", flags={"eval_dataset": "gone.jsonl", "eval_steps": "1"}, says=["gone.jsonl"])

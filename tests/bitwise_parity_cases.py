@@ -44,7 +44,7 @@ DTYPES = ("float32", "bfloat16")
 COMPARED = ("packed", "alone", "prompts", "training")  # see `compare`
 
 
-def suits(model: str, layout: str, dtype: str = "float32") -> bool:
+def is_supported(model: str, layout: str, dtype: str = "float32") -> bool:
     """Return whether a model can run in a layout.
 
     Models with experts need sequence parallelism under tensor parallelism; "eight heads" is for four ranks. bfloat16 is exact on one rank
@@ -66,7 +66,7 @@ def write(path: Path, model: str, dtype: str = "float32") -> Path:
     return write_tiny(path, dtype=dtype, **MODELS[model])
 
 
-def instructions() -> str:
+def read_cpu_features() -> str:
     """Return the instruction sets of this processor by which kernels of trainer and sampler are chosen."""
     import torch
 
@@ -76,7 +76,7 @@ def instructions() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Count:
+class EqualLogprobs:
     """Number of equal log-probs of all compared ones, and the largest difference of the others in nats."""
 
     equal: int = 0
@@ -84,14 +84,14 @@ class Count:
     worst: float = 0.0
 
     @classmethod
-    def from_logprobs(cls, ours, theirs) -> Count:
+    def from_logprobs(cls, ours, theirs) -> EqualLogprobs:
         one, other = (
             np.concatenate([np.asarray(row, dtype=np.float32) for row in rows] or [np.zeros(0, np.float32)]) for rows in (ours, theirs)
         )
         return cls(int((one.view(np.int32) == other.view(np.int32)).sum()), len(one), float(np.abs(one - other).max(initial=0.0)))
 
-    def __add__(self, other: Count) -> Count:
-        return Count(self.equal + other.equal, self.total + other.total, max(self.worst, other.worst))
+    def __add__(self, other: EqualLogprobs) -> EqualLogprobs:
+        return EqualLogprobs(self.equal + other.equal, self.total + other.total, max(self.worst, other.worst))
 
     @property
     def is_exact(self) -> bool:
@@ -112,7 +112,7 @@ def prompts(count: int = 8, *, longest: int = 60, vocab: int = VOCAB, seed: int 
 
 
 @dataclasses.dataclass
-class Pair:
+class PolicyAndEngine:
     """A policy and an engine on the same ranks."""
 
     policy: Any
@@ -120,7 +120,7 @@ class Pair:
     temperature: float
 
     @classmethod
-    def build(cls, rank: int, world: int, path, *, max_model_len: int = 128, parallel=None, **chosen: Any) -> Pair:
+    def build(cls, rank: int, world: int, path, *, max_model_len: int = 128, parallel=None, **chosen: Any) -> PolicyAndEngine:
         """Build both. Pass `parallel` of `join` if several pairs share a process."""
         from megatron_grpo.commands.analysis import vllm_bitwise_parity
         from megatron_grpo.core.rollout.colocated import ColocatedEngine
@@ -142,30 +142,31 @@ class Pair:
         found = {number: one for part in collectives.all_gather_object(mine) for number, one in part.items()}
         return [found[prompt.number] for prompt in asked]
 
-    def agreement(self, completions) -> Count:
+    def agreement(self, completions) -> EqualLogprobs:
         """Compare the trainer's scores with the log-probs of sampled completions."""
         scores = self.policy.scorer.score([one.sequence for one in completions])
-        return Count.from_logprobs(
-            [score[one.sequence.mask] for score, one in zip(scores, completions, strict=True)], list(map(drawn, completions))
+        return EqualLogprobs.from_logprobs(
+            [score[one.sequence.mask] for score, one in zip(scores, completions, strict=True)],
+            list(map(read_sampled_logprobs, completions)),
         )
 
-    def step(self, completions, step: int) -> Count:
+    def step(self, completions, step: int) -> EqualLogprobs:
         """Take an optimizer step and sync the weights; compare the log-probs of its forward with the sampled ones."""
         rows = [_row(i, step, one) for i, one in enumerate(completions)]
         trained = self.policy.train_step(make_batch(self.policy, rows, step))
         assert trained.skipped is None and trained.metrics["grad_norm"] > 0
         keys = sorted(trained.logprobs)
-        ours, theirs = [trained.logprobs[key] for key in keys], [drawn(completions[row]) for _, row in keys]
+        ours, theirs = [trained.logprobs[key] for key in keys], [read_sampled_logprobs(completions[row]) for _, row in keys]
         for update in self.policy.updates(step + 1, has_base=True):
             self.engine.load_weights(update)
-        return Count.from_logprobs(ours, theirs)
+        return EqualLogprobs.from_logprobs(ours, theirs)
 
 
-def over_ranks(found: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
-    return {name: sum((one[name] for one in found), Count()) for name in COMPARED}
+def sum_counts_over_ranks(found: Sequence[Mapping[str, EqualLogprobs]]) -> dict[str, EqualLogprobs]:
+    return {name: sum((one[name] for one in found), EqualLogprobs()) for name in COMPARED}
 
 
-def drawn(completion) -> np.ndarray:
+def read_sampled_logprobs(completion) -> np.ndarray:
     return completion.logprobs[completion.sequence.mask]
 
 
@@ -185,7 +186,7 @@ def _row(place: int, step: int, completion):
 def compare(
     rank: int, world: int, path, *, steps: int = 1, count: int = 8, length: int = 24, longest: int = 60, vocab: int = VOCAB,
     **chosen: Any,
-) -> Mapping[str, Count]:  # fmt: skip
+) -> Mapping[str, EqualLogprobs]:  # fmt: skip
     """Return all comparisons on this rank over `steps` optimizer steps, with a weight sync after each.
 
     packed: the trainer's scores of sampled tokens against the sampler's log-probs. alone: the same for three sequences, scored one at a
@@ -194,8 +195,8 @@ def compare(
     """
     from megatron_grpo.core.rollout.probes import make_sequence
 
-    pair = Pair.build(rank, world, path, max_model_len=longest + length, **chosen)
-    asked, found = prompts(count, longest=longest, vocab=vocab), dict.fromkeys(COMPARED, Count())
+    pair = PolicyAndEngine.build(rank, world, path, max_model_len=longest + length, **chosen)
+    asked, found = prompts(count, longest=longest, vocab=vocab), dict.fromkeys(COMPARED, EqualLogprobs())
     for step in range(steps):
         completions = pair.sample(asked, length, seed=step)
         found["packed"] += pair.agreement(completions)
@@ -203,7 +204,7 @@ def compare(
             found["alone"] += pair.agreement([one])
         texts = [make_sequence(one.sequence.token_ids) for one in completions]
         ours, theirs = pair.policy.scorer.score(texts, temperature=1.0), pair.engine.score(texts)
-        found["prompts"] += Count.from_logprobs([row[1:] for row in ours], theirs)
+        found["prompts"] += EqualLogprobs.from_logprobs([row[1:] for row in ours], theirs)
         found["training"] += pair.step(completions, step)
     pair.engine.close()
     return found

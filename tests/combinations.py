@@ -81,7 +81,7 @@ def make_config(combination: Combination) -> GrpoConfig | None:
     """Return the combination with the other settings drawn at random until they are valid; None if the four are not valid."""
     loss_type, level, kl, estimator = combination
     base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
-    if legal(base) is None:
+    if validate(base) is None:
         return None
     return draw_other_settings(np.random.default_rng(list_all().index(combination)), base, OTHERS)
 
@@ -91,7 +91,7 @@ def iterate_runs(combinations: Sequence[Combination]) -> Runs:
     return {combination: (make_config(combination), CUTS[i % len(CUTS)]) for i, combination in enumerate(combinations)}
 
 
-def legal(settings: Mapping) -> GrpoConfig | None:
+def validate(settings: Mapping) -> GrpoConfig | None:
     """Return the configuration of these settings, or None if they are invalid."""
     cfg = GrpoConfig(**settings)
     return None if validation.problems(Config(grpo=cfg)) else cfg
@@ -101,7 +101,7 @@ def draw_other_settings(rng: np.random.Generator, base: Mapping, others: Mapping
     """Return `base` with each setting of `others` drawn at random until they are valid."""
     while True:
         drawn = {name: values[rng.integers(len(values))] for name, values in others.items()}
-        if (cfg := legal({**base, **drawn})) is not None:
+        if (cfg := validate({**base, **drawn})) is not None:
             return cfg
 
 
@@ -109,7 +109,7 @@ def draw_other_settings(rng: np.random.Generator, base: Mapping, others: Mapping
 
 
 @dataclasses.dataclass(frozen=True)
-class Material:
+class CombinationInputs:
     """Inputs of all combinations.
 
     model, reference: checkpoints. samples: eight samples in order of groups, without advantages. rewards: [groups][G][2]; some are None.
@@ -121,7 +121,7 @@ class Material:
     rewards: list[list[list[float | None]]]
 
 
-def material(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape) -> Material:
+def make_inputs(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape) -> CombinationInputs:
     """Write the models and draw the samples; `shape` replaces MODEL's sizes."""
     from safetensors.torch import load_file, save_file
 
@@ -142,7 +142,7 @@ def material(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape
     rng = np.random.default_rng(seed)
     rewards = [[[float(rng.normal()), float(rng.normal(1.0))] for _ in completions] for _, completions in groups]
     rewards[-1][-2][1] = None
-    return Material(model, folder / "reference", samples, rewards)
+    return CombinationInputs(model, folder / "reference", samples, rewards)
 
 
 def with_teacher(sample: Sample) -> Sample:
@@ -156,7 +156,7 @@ def with_teacher(sample: Sample) -> Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
+class ExpectedResults:
     """Expected results.
 
     losses: [runs]. gradients: file with [runs, numbers of all tensors]. penalty: [8], of the KL in the reward at a beta of 0.3.
@@ -169,7 +169,7 @@ class Expected:
     penalty: np.ndarray
 
 
-def expect(made: Material, runs: Runs, folder: Path) -> Expected:
+def expect(made: CombinationInputs, runs: Runs, folder: Path) -> ExpectedResults:
     """Return the expected results of each run, NaN where its settings are invalid. Gradients go to a file that ranks map."""
     from tests.tiny_models import load_tiny
 
@@ -192,7 +192,7 @@ def expect(made: Material, runs: Runs, folder: Path) -> Expected:
         rows.append(np.concatenate([grad.numpy().ravel() for grad in grads]))
     np.save(folder / "gradients.npy", np.array(rows))
     shapes = [tuple(p.shape) for p in named.values()]
-    return Expected(list(named), shapes, np.array(losses), folder / "gradients.npy", 0.3 * kl)
+    return ExpectedResults(list(named), shapes, np.array(losses), folder / "gradients.npy", 0.3 * kl)
 
 
 def _completion(model, frozen, sample: Sample) -> reference.ReferenceCompletion:
@@ -233,7 +233,7 @@ class Errors:
         return wrong + [(key, *error) for key, error in self.gradient.items() if not error[0] <= gradient]
 
 
-def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, right: Expected, tamper=None) -> Errors:
+def measure(rank: int, world: int, made: CombinationInputs, layout: Mapping, runs: Runs, right: ExpectedResults, tamper=None) -> Errors:
     """Return this rank's errors of each valid run. For `run_ranks`. `tamper(policy)` applies a mutation first."""
     from megatron_grpo.core.grpo.advantages import advantages
     from megatron_grpo.core.grpo.loss import GrpoLoss
@@ -244,7 +244,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
     policy.optimizer.step = lambda: (True, 0.0, 0)  # the weights stay
     if tamper is not None:
         tamper(policy)
-    kl = kl_to_reference(policy, made.samples, beta=0.3)
+    kl = compute_kl_in_reward(policy, made.samples, beta=0.3)
     wanted = np.load(right.gradients, mmap_mode="r")
     uncut, losses, gradients = policy.cut, {}, {}
     for i, (key, (cfg, sizes)) in enumerate(runs.items()):
@@ -267,7 +267,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
     return Errors(losses, gradients, float(np.linalg.norm(kl - right.penalty) / np.linalg.norm(right.penalty)))
 
 
-def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.ndarray:
+def compute_kl_in_reward(policy, samples: Sequence[Sample], *, beta: float) -> np.ndarray:
     """Return what `--kl_in_reward` subtracts from each row, as a run computes it. Collective."""
     from megatron_grpo.core.trainer.rollouts import KlPenalty
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
@@ -277,7 +277,7 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
     return found[pending.rows.find_indices([sample.rollout for sample in samples], [sample.row for sample in samples])]
 
 
-def _worst(found: Mapping[str, np.ndarray], right: Expected, wanted: np.ndarray) -> tuple[float, str]:
+def _worst(found: Mapping[str, np.ndarray], right: ExpectedResults, wanted: np.ndarray) -> tuple[float, str]:
     assert set(found) == set(right.names)
     ends = np.cumsum([int(np.prod(shape)) for shape in right.shapes])
     parts = {name: part.reshape(shape) for name, shape, part in zip(right.names, right.shapes, np.split(wanted, ends[:-1]), strict=True)}
@@ -304,6 +304,6 @@ def random_runs(rng: np.random.Generator, layout: cases.Case, count: int) -> Run
     while len(runs) < count:
         loss_type, level, kl, estimator = product[rng.integers(len(product))]
         base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
-        if legal(base) is not None:
+        if validate(base) is not None:
             runs[len(runs)] = draw_other_settings(rng, base, RANDOM_OTHERS), cuts[rng.integers(len(cuts))]
     return runs

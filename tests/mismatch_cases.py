@@ -32,7 +32,7 @@ DRAWN = 24
 
 
 @dataclass(kw_only=True, eq=False)
-class Bench:
+class TrainerAndSampler:
     """The trainer and the sampler of one rank, to which a fault is applied."""
 
     policy: Any
@@ -55,7 +55,7 @@ class Bench:
         return model_runner(self.engine).get_model()
 
 
-Hurt = Callable[[Bench], object]
+Hurt = Callable[[TrainerAndSampler], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Fault:
     when: str = "after"
 
 
-def _stale(weight: Any, size: float) -> None:
+def _change_weight(weight: Any, size: float) -> None:
     """Change a weight by this fraction of its size, with a fixed seed."""
     import torch
 
@@ -82,7 +82,7 @@ def _stale(weight: Any, size: float) -> None:
     weight.data.mul_(1 + size * noise.to(weight.dtype))
 
 
-def _norms(bench: Bench, epsilon: float) -> None:
+def _change_norms(bench: TrainerAndSampler, epsilon: float) -> None:
     for module in bench.ours.modules():
         if type(module).__name__ == "Norm":
             module.eps = epsilon
@@ -95,19 +95,19 @@ def _swap_halves(weight: Any) -> None:
     weight.data.copy_(torch.cat([second, first]))
 
 
-def _swap_experts(bench: Bench) -> None:
+def _swap_experts(bench: TrainerAndSampler) -> None:
     first, second = bench.layers[1].mlp.experts.local_experts[:2]
     kept = first.linear_fc1.weight.data.clone()
     first.linear_fc1.weight.data.copy_(second.linear_fc1.weight.data)
     second.linear_fc1.weight.data.copy_(kept)
 
 
-def _words(bench: Bench) -> None:
+def _words(bench: TrainerAndSampler) -> None:
     words = bench.ours.embedding.word_embeddings.weight.data
     words[4:64] = words[64:124].clone()
 
 
-def _sees_what_follows(bench: Bench) -> None:
+def _drop_causal_mask(bench: TrainerAndSampler) -> None:
     """Remove the causal mask of the trainer's layer 2."""
     import dataclasses
 
@@ -121,7 +121,7 @@ def _sees_what_follows(bench: Bench) -> None:
     core.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _sees_neighbours(bench: Bench) -> None:
+def _merge_rows(bench: TrainerAndSampler) -> None:
     """Make the trainer's layers treat all rows of a micro-batch as one."""
     import dataclasses
 
@@ -137,15 +137,15 @@ def _sees_neighbours(bench: Bench) -> None:
         layer.self_attention.core_attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _window(bench: Bench) -> None:
+def _narrow_window(bench: TrainerAndSampler) -> None:
     """Limit the sampler's layer 1 to the last 16 tokens."""
     bench.theirs.model.layers[1].self_attn.attn.impl.sliding_window = 16
 
 
-def _keeps_copy(place: Callable[[Bench], Any]) -> Hurt:
+def _keep_kernel_copy(place: Callable[[TrainerAndSampler], Any]) -> Hurt:
     """Make a sync keep the old copy that the kernel of this layer reads."""
 
-    def hurt(bench: Bench) -> None:
+    def hurt(bench: TrainerAndSampler) -> None:
         take, layer = bench.engine.load_weights, place(bench)
         before = layer.cpu_linear
 
@@ -158,7 +158,7 @@ def _keeps_copy(place: Callable[[Bench], Any]) -> Hurt:
     return hurt
 
 
-def _loses_a_tensor(bench: Bench) -> None:
+def _loses_a_tensor(bench: TrainerAndSampler) -> None:
     """Make a sync leave out one tensor without an error."""
     load = bench.engine._weights.load
     lost = "model.layers.1.post_attention_layernorm.weight"
@@ -169,16 +169,16 @@ def _loses_a_tensor(bench: Bench) -> None:
     bench.engine._weights.load = without
 
 
-def _other_key_scale(bench: Bench) -> None:
+def _change_key_scale(bench: TrainerAndSampler) -> None:
     bench.theirs.model.layers[0].self_attn.attn.impl.scale *= 1.05
 
 
-def _interleaves(bench: Bench) -> None:
+def _interleave_rotary(bench: TrainerAndSampler) -> None:
     for layer in bench.theirs.model.layers:
         layer.self_attn.rotary_emb.is_neox_style = False
 
 
-def _gelu(bench: Bench) -> None:
+def _use_gelu(bench: TrainerAndSampler) -> None:
     import torch
     import torch.nn.functional as F
 
@@ -191,7 +191,7 @@ def _gelu(bench: Bench) -> None:
     assert torch.is_tensor(block.act_fn(torch.ones(2, 4)))
 
 
-def _one_rank(hurt: Hurt) -> Hurt:
+def _apply_on_rank_1(hurt: Hurt) -> Hurt:
     """Apply a fault on rank 1 only."""
     return lambda bench: hurt(bench) if bench.rank == 1 else None
 
@@ -204,16 +204,16 @@ FAULTS = (
     # what the trainer computes
     fault("rope: frequencies 3 % lower", "L0 rope", lambda b: b.ours.inverse_frequencies[0].mul_(0.97)),
     fault("rope: a factor of 2 ignored", "L0 rope", lambda b: b.ours.inverse_frequencies[0].div_(2)),
-    fault("rope: channels in pairs, not in halves (sampler)", "L0 rope", _interleaves),
-    fault("epsilon of all norms 1e-3", "L0 norm 1", lambda b: _norms(b, 1e-3)),
-    fault("epsilon of all norms 1e-5 for 1e-6", "L0 norm 1", lambda b: _norms(b, 1e-5)),
+    fault("rope: channels in pairs, not in halves (sampler)", "L0 rope", _interleave_rotary),
+    fault("epsilon of all norms 1e-3", "L0 norm 1", lambda b: _change_norms(b, 1e-3)),
+    fault("epsilon of all norms 1e-5 for 1e-6", "L0 norm 1", lambda b: _change_norms(b, 1e-5)),
     fault("q norm of layer 2 without its weight", "L2 q norm", lambda b: b.layers[2].self_attention.q_layernorm.weight.data.fill_(1)),
     fault("softmax scale of layer 1", "L1 attention", lambda b: setattr(b.layers[1].self_attention.core_attention, "softmax_scale", 0.125)),
-    fault("softmax scale of layer 0, 5 % (sampler)", "L0 attention", _other_key_scale),
-    fault("wrong mask: layer 2 sees what follows", "L2 attention", _sees_what_follows),
-    fault("wrong mask: rows of a micro-batch see each other", "trainer in a batch", _sees_neighbours, when="drawn"),
-    fault("sliding window of 16 in layer 1 (sampler)", "L1 attention", _window),
-    fault("gelu in place of silu in layer 1 (sampler)", "L1 act", _gelu),
+    fault("softmax scale of layer 0, 5 % (sampler)", "L0 attention", _change_key_scale),
+    fault("wrong mask: layer 2 sees what follows", "L2 attention", _drop_causal_mask),
+    fault("wrong mask: rows of a micro-batch see each other", "trainer in a batch", _merge_rows, when="drawn"),
+    fault("sliding window of 16 in layer 1 (sampler)", "L1 attention", _narrow_window),
+    fault("gelu in place of silu in layer 1 (sampler)", "L1 act", _use_gelu),
     fault("softcap of 30 on the logits (sampler)", "logits", lambda b: setattr(b.theirs.logits_processor, "soft_cap", 30.0)),
     fault("temperature 0.9 on one side", "log-prob", lambda b: setattr(b, "temperature", 0.9)),
     fault("padding of the vocabulary in the softmax", "log-prob", lambda b: setattr(b.ours.output_layer, "num_valid_rows", 128)),
@@ -221,22 +221,24 @@ FAULTS = (
     fault("60 embeddings exchanged", "embedding", _words),
     fault("kv groups of layer 0 exchanged", "L0 qkv", lambda b: _swap_halves(b.layers[0].self_attention.linear_qkv.weight)),
     fault("gate and up of layer 1 exchanged", "L1 gate up", lambda b: _swap_halves(b.layers[1].mlp.linear_fc1.weight)),
-    fault("down of layer 3 stale by 2 %", "L3 down", lambda b: _stale(b.layers[3].mlp.linear_fc2.weight, 0.02)),
-    fault("o of layer 1 stale by 0.01 %", "L1 o proj", lambda b: _stale(b.layers[1].self_attention.linear_proj.weight, 1e-4)),
+    fault("down of layer 3 stale by 2 %", "L3 down", lambda b: _change_weight(b.layers[3].mlp.linear_fc2.weight, 0.02)),
+    fault("o of layer 1 stale by 0.01 %", "L1 o proj", lambda b: _change_weight(b.layers[1].self_attention.linear_proj.weight, 1e-4)),
     fault(
         "norm of layer 1, 5 % (sampler)", "L1 norm 2", lambda b: b.theirs.model.layers[1].post_attention_layernorm.weight.data.mul_(1.05)
     ),
-    fault("head stale by 2 %", "logits", lambda b: _stale(b.ours.output_layer.weight, 0.02)),
+    fault("head stale by 2 %", "logits", lambda b: _change_weight(b.ours.output_layer.weight, 0.02)),
     fault("biases of q, k, v of layer 1 lost", "L1 qkv", lambda b: b.layers[1].self_attention.linear_qkv.bias.data.zero_(), model="biases"),
     # pushes and caches
     fault("stale prefix cache after a push", "prefix cache", lambda b: setattr(b.engine, "_forget_prefixes", lambda: None), when="before"),
     fault(
         "packed copy of layer 2's down kept by a push",
         "L2 down",
-        _keeps_copy(lambda b: b.theirs.model.layers[2].mlp.down_proj),
+        _keep_kernel_copy(lambda b: b.theirs.model.layers[2].mlp.down_proj),
         when="before",
     ),
-    fault("packed copy of a tied head kept by a push", "logits", _keeps_copy(lambda b: b.theirs.lm_head), when="before", model="tied"),
+    fault(
+        "packed copy of a tied head kept by a push", "logits", _keep_kernel_copy(lambda b: b.theirs.lm_head), when="before", model="tied"
+    ),
     fault("norm of layer 1 left out of a push", "L1 norm 2", _loses_a_tensor, when="before"),
     fault("rows drawn by the weights before", "log-probs when sampled", lambda b: None, when="late"),
     # experts
@@ -246,16 +248,21 @@ FAULTS = (
     fault(
         "an expert of layer 2 stale by 2 %",
         "L2 experts",
-        lambda b: _stale(b.layers[2].mlp.experts.local_experts[0].linear_fc2.weight, 0.02),
+        lambda b: _change_weight(b.layers[2].mlp.experts.local_experts[0].linear_fc2.weight, 0.02),
         model="mixtral",
     ),
     # the gated delta rule
     fault("decay of layer 1, 1 %", "L1 delta rule", lambda b: b.layers[1].self_attention.A_log.data.mul_(1.01), model="hybrid"),
-    fault("out of layer 2 stale by 1 %", "L2 o proj", lambda b: _stale(b.layers[2].self_attention.out_proj.weight, 0.01), model="hybrid"),
+    fault(
+        "out of layer 2 stale by 1 %",
+        "L2 o proj",
+        lambda b: _change_weight(b.layers[2].self_attention.out_proj.weight, 0.01),
+        model="hybrid",
+    ),
     fault(
         "TP2 SP: in of layer 1 stale on rank 1",
         "L1 delta rule",
-        lambda b: _stale(b.layers[1].self_attention.in_proj.weight, 0.05) if b.rank == 1 else None,
+        lambda b: _change_weight(b.layers[1].self_attention.in_proj.weight, 0.05) if b.rank == 1 else None,
         model="hybrid",
         layout="TP2 SP",
     ),
@@ -265,13 +272,13 @@ FAULTS = (
     fault(
         "TP2: o of layer 1 stale on rank 1",
         "L1 o proj",
-        _one_rank(lambda b: _stale(b.layers[1].self_attention.linear_proj.weight, 0.02)),
+        _apply_on_rank_1(lambda b: _change_weight(b.layers[1].self_attention.linear_proj.weight, 0.02)),
         layout="TP2",
     ),
     fault(
         "TP2 SP: qkv of layer 2 stale on rank 1",
         "L2 qkv",
-        _one_rank(lambda b: _stale(b.layers[2].self_attention.linear_qkv.weight, 0.02)),
+        _apply_on_rank_1(lambda b: _change_weight(b.layers[2].self_attention.linear_qkv.weight, 0.02)),
         layout="TP2 SP",
     ),
     fault(
@@ -283,7 +290,7 @@ FAULTS = (
     fault(
         "TP2 SP: router of layer 1 apart on rank 1",
         "L1 router",
-        _one_rank(lambda b: _stale(b.layers[1].mlp.router.weight, 0.02)),
+        _apply_on_rank_1(lambda b: _change_weight(b.layers[1].mlp.router.weight, 0.02)),
         model="MoE",
         layout="TP2 SP ETP2",
     ),
@@ -297,7 +304,7 @@ CLEAN = tuple(
 )
 
 
-def make_bench(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: str = "float32", parallel: Any = None) -> Bench:
+def make_bench(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: str = "float32", parallel: Any = None) -> TrainerAndSampler:
     """Build trainer and sampler.
 
     paths: models of the sampler's start and of the trainer. parallel: from `parity_cases.join`. Collective.
@@ -311,10 +318,10 @@ def make_bench(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: st
     policy = build(paths[1], cfg, world, parallel)
     rollout = RolloutConfig(vllm_kv_cache_memory_mb=64, vllm_tensor_parallel_size=world)
     engine = ColocatedEngine.build(rollout, model_path=paths[0], dtype=dtype, max_model_len=256, seed=0, rank=rank, world_size=world)
-    return Bench(policy=policy, engine=engine, rank=rank)
+    return TrainerAndSampler(policy=policy, engine=engine, rank=rank)
 
 
-def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -> Any:
+def find_worst_row(bench: TrainerAndSampler, fault: Fault, *, seed: int = 0, dtype: str = "float32") -> Any:
     """Return (the worst row, its finding). Collective."""
     import random
 
@@ -381,7 +388,7 @@ def find_mismatches(
     for one in [(FAULTS + CLEAN)[place] for place in places]:
         parallel = parallel or join(settings(**LAYOUTS[one.layout][1]), world)
         bench = make_bench(paths, one.layout, rank, dtype=dtype, parallel=parallel)
-        row, operations = look(bench, one, dtype=dtype)
+        row, operations = find_worst_row(bench, one, dtype=dtype)
         bench.engine.close()
         over = [operation.name for operation in operations if operation.is_over]
         first = first_difference(operations)
@@ -420,7 +427,7 @@ def find_random_mismatches(rank: int, world: int, paths: Sequence[str | Path], s
     nothing = Fault(what="nothing", named="", hurt=lambda bench: None)
     for number, path in enumerate(paths):
         bench = make_bench([path, path], "1", rank, dtype=dtype, parallel=parallel)
-        row, operations = look(bench, nothing, seed=seed + number, dtype=dtype)
+        row, operations = find_worst_row(bench, nothing, seed=seed + number, dtype=dtype)
         bench.engine.close()
         over = [operation.name for operation in operations if operation.is_over]
         largest = max((operation.difference, operation.name) for operation in operations)

@@ -30,7 +30,7 @@ LEAST, NONE = 1e-3, 1e-9
 
 
 @dataclass(frozen=True)
-class Odd:
+class OddModel:
     """A random model with transformers' results."""
 
     number: int
@@ -68,7 +68,7 @@ def refusals(path: Path, layout: cases.Case) -> list[str]:
     return []
 
 
-def prepare(folder: Path, number: int, family: str, seed: int, layout: cases.Case) -> Odd | Outcome | None:
+def prepare(folder: Path, number: int, family: str, seed: int, layout: cases.Case) -> OddModel | Outcome | None:
     """Return the model and its reference; None if transformers rejects it; an Outcome if the package rejects it."""
     rng = random.Random(f"{seed} {number} {family}")
     changes, path = draw(rng, family, layout.settings), folder / f"{number} {family}"
@@ -86,12 +86,12 @@ def prepare(folder: Path, number: int, family: str, seed: int, layout: cases.Cas
     if said := refusals(path, layout):
         return Outcome("refused", " ".join(said))
     batches = cases.stored_rollout(path, vocab=changes["vocab"], seed=number)
-    if family == "gpt_oss" and at_a_clamp(load_tiny(path, "float64"), batches[0]):
+    if family == "gpt_oss" and is_at_clamp(load_tiny(path, "float64"), batches[0]):
         return Outcome("undecided", "a gate lies at its clamp, where its gradient has a step")
-    return Odd(number, family, changes, path, sequences, logprobs, batches, cases.reference(path, cases.settings(), batches))
+    return OddModel(number, family, changes, path, sequences, logprobs, batches, cases.reference(path, cases.settings(), batches))
 
 
-def at_a_clamp(model, samples) -> bool:
+def is_at_clamp(model, samples) -> bool:
     """Return whether a gate is so near its clamp (gpt-oss) that float32 may be on the other side."""
     nearest = []
 
@@ -119,7 +119,7 @@ def _is_theirs(error: Exception) -> bool:
     )
 
 
-def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str, Any], tamper=None) -> list[Outcome]:
+def measure(rank: int, world: int, models: Sequence[OddModel], settings: Mapping[str, Any], tamper=None) -> list[Outcome]:
     """Return the results of the package on real ranks, one model after another. `tamper(policy)` applies a mutation first."""
     parallel, found = cases.join(cases.settings(**settings), world), []
     for odd in models:
@@ -133,7 +133,7 @@ def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str,
     return found
 
 
-def _measure_one(rank: int, world: int, odd: Odd, cfg, parallel, tamper) -> Outcome:
+def _measure_one(rank: int, world: int, odd: OddModel, cfg, parallel, tamper) -> Outcome:
     from megatron_grpo.core.weights.hf_files import HfReader
     from megatron_grpo.core.weights.safetensors_files import stored_names
 
@@ -181,7 +181,7 @@ def outcomes(
     """
     from tests.ranks import run_ranks
 
-    families, models = SPARSE if layout.needs_experts else FAMILIES, list[Odd]()
+    families, models = SPARSE if layout.needs_experts else FAMILIES, list[OddModel]()
     found: dict[tuple[int, str], tuple[Outcome, Mapping[str, Any]]] = {}
     for number in numbers:
         family = families[number % len(families)]

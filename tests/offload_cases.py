@@ -91,18 +91,18 @@ def differences(
         policy = _policy(path, cfg, parallel, ALL)
         try:
             found[break_.__name__] = unlike(policy, 0, 2, away=lambda policy, break_=break_: break_(policy, lambda: _trip(policy)))
-        except LeftBehind as error:
+        except IncompleteOffloadError as error:
             found[break_.__name__] = [str(error)]
     return found
 
 
-class LeftBehind(Exception):
+class IncompleteOffloadError(Exception):
     """The policy did not offload all of its memory, or offloaded more than that."""
 
 
 def _trip(policy) -> None:
     if left := _left_behind(policy):
-        raise LeftBehind("; ".join(left[:3]))
+        raise IncompleteOffloadError("; ".join(left[:3]))
     with policy.on_device("all"):
         pass
 
@@ -123,7 +123,7 @@ def _leave(policy) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class StepState:
     """Result of a step: metrics, log-probs of policy and reference for a sequence, and the weights of the sync."""
 
     said: dict[str, float]
@@ -131,7 +131,7 @@ class State:
     weights: dict[str, torch.Tensor]
 
 
-def _train(policy, rollouts, first: int = 0, *, away: Callable[[Any], None] = lambda policy: None) -> Iterator[State]:
+def _train(policy, rollouts, first: int = 0, *, away: Callable[[Any], None] = lambda policy: None) -> Iterator[StepState]:
     for index, rows in enumerate(rollouts, first):
         away(policy)
         with policy.on_device("reference"):
@@ -145,10 +145,10 @@ def _train(policy, rollouts, first: int = 0, *, away: Callable[[Any], None] = la
             weights = {name: tensor.clone() for name, tensor in policy.named_weights()}
             if policy.adapters is not None:
                 weights |= {name: tensor.clone() for name, tensor in policy.named_adapters()}
-        yield State({name: said[name] for name in ("loss", "grad_norm")}, scores, weights)
+        yield StepState({name: said[name] for name in ("loss", "grad_norm")}, scores, weights)
 
 
-def _unlike(found: State, right: State, when: str) -> list[str]:
+def _unlike(found: StepState, right: StepState, when: str) -> list[str]:
     wrong = [name for name, value in right.said.items() if found.said[name] != value]
     wrong += ["log-probs"] * any((one != other).any() for one, other in zip(found.scores, right.scores, strict=True))
     wrong += [name for name, tensor in right.weights.items() if not torch.equal(found.weights[name], tensor)]

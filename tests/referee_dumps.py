@@ -25,7 +25,7 @@ def read_hook(system: str) -> str:
     return re.search(r"```python\n(.*?)```", (DOCS / f"referee_{system}.md").read_text(), re.DOTALL)[1]
 
 
-def spoiled(base: type, faults: dict[str, tuple[str, str]]) -> type:
+def spoil_class(base: type, faults: dict[str, tuple[str, str]]) -> type:
     """Return a class with copies of TRL's methods in which some text is replaced: method -> (old text, new text)."""
     from trl.trainer import grpo_trainer
 
@@ -43,7 +43,7 @@ def trainer_class(faults: dict[str, tuple[str, str]]) -> type:
     """Return TRL's trainer on tables of log-probs, with faults, under the hook of the page."""
     from tests.unit.grpo.test_against_trl import TableLogprobTrainer
 
-    class OfRows(TableLogprobTrainer):
+    class RowTableTrainer(TableLogprobTrainer):
         """A trainer in which the first token of a prompt is the index of its row."""
 
         def _generate(self, prompts):
@@ -56,12 +56,12 @@ def trainer_class(faults: dict[str, tuple[str, str]]) -> type:
             width = input_ids.shape[1] - 1
             return [None if one is None else one[rows][:, :width] for one in found]
 
-    made = {"Base": spoiled(OfRows, faults) if faults else OfRows}
+    made = {"Base": spoil_class(RowTableTrainer, faults) if faults else RowTableTrainer}
     exec(read_hook("trl").replace("trl.GRPOTrainer", "Base"), made)
     return made["DumpingGRPOTrainer"]
 
 
-def trl_dump(folder: Path, seed: int, *, micro_batches: int = 1, faults=None, rewards=None, rows: int = 16, dtype=torch.float32, funcs=2,
+def dump_trl(folder: Path, seed: int, *, micro_batches: int = 1, faults=None, rewards=None, rows: int = 16, dtype=torch.float32, funcs=2,
              weights=None, share_on_policy=0.0, fresh=False, **settings) -> Path:  # fmt: skip
     """Take one optimizer step of TRL's code with its hook; return the directory of its files."""
     from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
@@ -145,7 +145,7 @@ def modules(**named) -> dict[str, ModuleType]:
     return found
 
 
-def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False, kl=0.0, horizon=None) -> Path:
+def dump_verl(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False, kl=0.0, horizon=None) -> Path:
     """Dump like verl 0.8.0 and 0.9.1: verl/workers/utils/losses.py (ppo_loss), verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
     b = make_batch(seed)
     grouped = b["rewards"].view(-1, G)
@@ -219,11 +219,11 @@ def run_hook(system: str, made: dict[str, ModuleType], folder: Path) -> dict:
     return space
 
 
-def slime_dump(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) -> Path:
+def dump_slime(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) -> Path:
     """Dump like slime 624b824: slime/backends/megatron_utils/loss.py (policy_loss_function), slime/utils/ppo_utils.py."""
     b = make_batch(seed)
     lengths = b["length"].tolist()
-    advantages = slime_advantages(b, wrong)
+    advantages = compute_slime_advantages(b, wrong)
 
     def cut(x, at):
         return [x[i, : lengths[i]] for i in at]
@@ -271,18 +271,18 @@ def slime_dump(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) ->
     return folder
 
 
-def slime_advantages(b, wrong=""):
+def compute_slime_advantages(b, wrong=""):
     """Return advantages like slime/ray/rollout.py, _post_process_rewards."""
     grouped = b["rewards"].view(-1, G)
     std = grouped.std(dim=-1, keepdim=True, unbiased=wrong != "n")
-    centred = grouped - (grouped.mean(dim=-1, keepdim=True) if wrong != "group" else grouped.mean())
-    return (centred / (std + 1e-6)).flatten()
+    centered = grouped - (grouped.mean(dim=-1, keepdim=True) if wrong != "group" else grouped.mean())
+    return (centered / (std + 1e-6)).flatten()
 
 
-def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
+def dump_slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
     """Dump like slime 624b824, slime/observability/train_data_utils.py (_build_dump_payload)."""
     b = make_batch(seed)
-    advantages, lengths = slime_advantages(b, wrong), b["length"].tolist()
+    advantages, lengths = compute_slime_advantages(b, wrong), b["length"].tolist()
     samples = [
         {"data_parallel_rank": i % 2, "rollout_position": i, "tokens": torch.arange(lengths[i] + 2), "response_lengths": lengths[i],
          "loss_masks": b["mask"][i, : lengths[i]].int(), "advantages": torch.full((lengths[i],), float(advantages[i])),
@@ -302,7 +302,7 @@ def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
     return folder / "train_7.pt"
 
 
-def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0, overlong=False, mode=None) -> Path:
+def dump_swift(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0, overlong=False, mode=None) -> Path:
     """Dump like ms-swift 4.6.0, swift/megatron/trainers/grpo_trainer.py (loss_func)."""
     b = make_batch(seed)
     advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(seed)).expand(-1, b["mask"].shape[1])
@@ -347,7 +347,7 @@ def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0,
     return folder / "referee"
 
 
-def swift_completions(folder: Path, seed: int, *, wrong="") -> Path:
+def write_swift_completions(folder: Path, seed: int, *, wrong="") -> Path:
     """Write completions like ms-swift 4.6.0: rollout_mixin.py and grpo_trainer.py (_build_log_table), rl_core/advantage.py."""
     b = make_batch(seed)
     grouped = b["rewards"].view(-1, G)

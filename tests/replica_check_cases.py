@@ -18,7 +18,7 @@ import torch
 
 from megatron_grpo.commands.analysis.replica_check import ReplicaCheck, list_tensors
 from tests import parity_cases as cases
-from tests.step_dump_cases import flip, fresh
+from tests.step_dump_cases import flip, make_samples
 
 TP, SP, CP, PP, EP = cases.TP, cases.SP, cases.CP, cases.PP, cases.EP
 PLAIN = dict(use_distributed_optimizer=False)
@@ -45,7 +45,7 @@ class Fault:
     batch: Callable[[Any, int], Any] | None = None
 
 
-class Looks:
+class ReplicaCheckObserver:
     """A step observer that checks replicas after it has applied `late`."""
 
     def __init__(self, policy: Any, check: ReplicaCheck, late=None):
@@ -68,7 +68,7 @@ def on_second(change: Callable[[Any], None]) -> Callable[[Any, int], None]:
     return lambda policy, rank: change(policy) if rank == 1 else None
 
 
-def flipped(name: str, *, bit: int = 0):
+def flip_bit(name: str, *, bit: int = 0):
     return on_second(lambda policy: flip(list_tensors(policy)[name], 1, bit))
 
 
@@ -83,7 +83,7 @@ def without(function: str):
     return wrap
 
 
-def unsummed(name: str):
+def skip_reduction(name: str):
     """Restore each rank's own gradient after the reduction."""
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ def log_probs_off(by: float, *, ranks: tuple[int, ...] = (1,)):
     return wrap
 
 
-def field_of_rows(name: str, change: Callable[[np.ndarray], np.ndarray]):
+def change_rows(name: str, change: Callable[[np.ndarray], np.ndarray]):
     def batch(batch, rank):
         if rank != 1:
             return batch
@@ -132,7 +132,7 @@ def field_of_rows(name: str, change: Callable[[np.ndarray], np.ndarray]):
     return batch
 
 
-def moment(policy: Any) -> None:
+def change_moment(policy: Any) -> None:
     inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])[0].optimizer
     next(iter(inner.state.values()))["exp_avg"].mul_(1 + 1e-6)
 
@@ -142,11 +142,11 @@ def faster(policy: Any) -> None:
         group["lr"] *= 2
 
 
-def unmarked(policy: Any, rank: int) -> None:
+def unmark(policy: Any, rank: int) -> None:
     del list_tensors(policy)[QKV].tensor_model_parallel
 
 
-def alone_in(path: str, attribute: str):
+def isolate_group(path: str, attribute: str):
     """Give a module a process group of only its own rank."""
 
     def late(policy, rank):
@@ -162,11 +162,11 @@ def alone_in(path: str, attribute: str):
     return late
 
 
-def halved(values: np.ndarray) -> np.ndarray:
+def halve(values: np.ndarray) -> np.ndarray:
     return values * 0.5
 
 
-def shifted(values: np.ndarray) -> np.ndarray:
+def shift(values: np.ndarray) -> np.ndarray:
     return np.concatenate([values[1:], values[:1]])
 
 
@@ -180,17 +180,20 @@ FAULTS: dict[str, Fault] = {
         says="num_loss_tokens of the batch differ between the ranks 0 and 1",
     ),
     "a layer with another tensor-parallel group": Fault(
-        settings={TP: 2}, finding=4, late=alone_in("decoder.layers.1.self_attention.linear_proj", "tp_group"),
+        settings={TP: 2}, finding=4, late=isolate_group("decoder.layers.1.self_attention.linear_proj", "tp_group"),
         says="decoder.layers.1.self_attention.linear_proj.tp_group of rank 0 is not the group of its tensor-parallel ranks",
     ),
     "the embedding with another tensor-parallel group": Fault(
-        settings={TP: 2, SP: True}, finding=7, late=alone_in("embedding.word_embeddings", "tp_group"), says="is not the group of its tensor"
+        settings={TP: 2, SP: True},
+        finding=7,
+        late=isolate_group("embedding.word_embeddings", "tp_group"),
+        says="is not the group of its tensor",
     ),
     "a cut weight that is not marked": Fault(
-        settings={TP: 2}, finding=8, spoil=unmarked, says=f"{QKV} is sharded over tensor-parallel ranks and not marked as sharded"
+        settings={TP: 2}, finding=8, spoil=unmark, says=f"{QKV} is sharded over tensor-parallel ranks and not marked as sharded"
     ),
     "weights of tokens by the context-parallel rank's own count": Fault(
-        settings={CP: 2}, finding=9, batch=field_of_rows("token_weights", halved),
+        settings={CP: 2}, finding=9, batch=change_rows("token_weights", halve),
         says="token_weights differ between the context-parallel ranks 0 and 1",
     ),
     "the routers' number of tokens overwritten": Fault(
@@ -204,38 +207,40 @@ FAULTS: dict[str, Fault] = {
         settings={TP: 2, **PLAIN}, finding=11, wrap=without("_allreduce_non_tensor_model_parallel_grads"), says=Q_NORM.split(".")[-2]
     ),
     "a context-parallel group that was written over": Fault(
-        settings={CP: 2}, finding=13, late=alone_in("decoder.layers.0.self_attention", "pg_collection.cp"),
+        settings={CP: 2}, finding=13, late=isolate_group("decoder.layers.0.self_attention", "pg_collection.cp"),
         says="is not the group of its context-parallel ranks",
     ),
-    "a gradient that is not summed over DP": Fault(settings=PLAIN, wrap=unsummed(QKV), says=f"the gradient of {QKV} differ between"),
-    "a gradient that is not summed over CP": Fault(settings={CP: 2, **PLAIN}, wrap=unsummed(QKV), says=f"the gradient of {QKV} differ"),
+    "a gradient that is not summed over DP": Fault(settings=PLAIN, wrap=skip_reduction(QKV), says=f"the gradient of {QKV} differ between"),
+    "a gradient that is not summed over CP": Fault(
+        settings={CP: 2, **PLAIN}, wrap=skip_reduction(QKV), says=f"the gradient of {QKV} differ"
+    ),
     "experts' gradient that is not summed": Fault(
-        settings=PLAIN, model="MoE", wrap=unsummed(EXPERT), says=f"the gradient of {EXPERT} differ between the expert-data"
+        settings=PLAIN, model="MoE", wrap=skip_reduction(EXPERT), says=f"the gradient of {EXPERT} differ between the expert-data"
     ),
     "the tied embedding's gradient that is not summed": Fault(
         settings={PP: 2, **PLAIN}, wrap=without("_allreduce_word_embedding_grads"), says="the gradient of embedding.word_embeddings.weight"
     ),
     "a tied head that went its own way": Fault(
-        settings={PP: 2}, spoil=flipped("output_layer.weight"), says="embedding.word_embeddings.weight (tied with the head) differ"
+        settings={PP: 2}, spoil=flip_bit("output_layer.weight"), says="embedding.word_embeddings.weight (tied with the head) differ"
     ),
-    "weights that were not gathered": Fault(settings={}, spoil=flipped(QKV), says=f"{QKV} differ between the data and context"),
-    "a copy of an expert": Fault(settings={}, model="MoE", spoil=flipped(EXPERT), says=f"{EXPERT} differ between the expert-data"),
+    "weights that were not gathered": Fault(settings={}, spoil=flip_bit(QKV), says=f"{QKV} differ between the data and context"),
+    "a copy of an expert": Fault(settings={}, model="MoE", spoil=flip_bit(EXPERT), says=f"{EXPERT} differ between the expert-data"),
     "a copy of a router": Fault(
-        settings={TP: 2, SP: True}, model="MoE", spoil=flipped("decoder.layers.1.mlp.router.weight"), says="mlp.router.weight differ"
+        settings={TP: 2, SP: True}, model="MoE", spoil=flip_bit("decoder.layers.1.mlp.router.weight"), says="mlp.router.weight differ"
     ),
-    "a moment that drifts": Fault(settings=PLAIN, spoil=on_second(moment), says="the moment of "),
+    "a moment that drifts": Fault(settings=PLAIN, spoil=on_second(change_moment), says="the moment of "),
     "a bfloat16 weight that is not its float32 copy": Fault(
-        settings={TP: 2, "torch_dtype": "bfloat16"}, spoil=flipped(QKV), says=f"{QKV} of rank 1 differs from its rounded float32 copy"
+        settings={TP: 2, "torch_dtype": "bfloat16"}, spoil=flip_bit(QKV), says=f"{QKV} of rank 1 differs from its rounded float32 copy"
     ),
     "another learning rate": Fault(settings={}, spoil=on_second(faster), says="learning_rate differ between the ranks 0 and 1"),
     "a guard that remembers something else": Fault(
         settings={}, spoil=on_second(lambda policy: policy.gradient_check._norms.append(1.0)), says="the state of the gradient check differ"
     ),
     "other tokens on a tensor-parallel rank": Fault(
-        settings={TP: 2}, batch=field_of_rows("token_ids", shifted), says="token_ids differ between the tensor-parallel ranks 0 and 1"
+        settings={TP: 2}, batch=change_rows("token_ids", shift), says="token_ids differ between the tensor-parallel ranks 0 and 1"
     ),
     "other advantages on a later stage": Fault(
-        settings={PP: 2}, batch=field_of_rows("advantages", halved), says="advantages differ between the pipeline ranks 0 and 1"
+        settings={PP: 2}, batch=change_rows("advantages", halve), says="advantages differ between the pipeline ranks 0 and 1"
     ),
     "a reference that is not one": Fault(
         settings={TP: 2, "beta": 0.05}, spoil=on_second(lambda policy: _reference(policy)), says=f"the reference's {NORM} differ"
@@ -245,7 +250,7 @@ FAULTS: dict[str, Fault] = {
         says="the random numbers of dropout differ between the tensor-parallel ranks 0 and 1",
     ),
     "an adapter that went its own way": Fault(
-        settings={TP: 2, "tuner_type": "lora", "beta": 0.05}, spoil=flipped("decoder.layers.0.self_attention.linear_qkv.lora_a"),
+        settings={TP: 2, "tuner_type": "lora", "beta": 0.05}, spoil=flip_bit("decoder.layers.0.self_attention.linear_qkv.lora_a"),
         says="linear_qkv.lora_a differ between the tensor-parallel ranks 0 and 1",
     ),
 }  # fmt: skip
@@ -277,13 +282,13 @@ def find_replica_faults(fault: Fault, path, samples, parallel, world: int) -> tu
     cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logprob_diff_warn=0.6) | fault.settings)
     policy, rank = cases.build(path, cfg, world, parallel), parallel.rank
     check, gap = ReplicaCheck(1), version_check(cfg)
-    first = Looks(policy, check)
-    policy.train_step(cases.make_batch(policy, fresh(samples[0]), 0), first)
+    first = ReplicaCheckObserver(policy, check)
+    policy.train_step(cases.make_batch(policy, make_samples(samples[0]), 0), first)
     assert gap(first.metrics) is None, first.metrics
     if fault.spoil is not None:
         fault.spoil(policy, rank)
-    batch = cases.make_batch(policy, fresh(samples[1]), 1)
-    second = Looks(policy, check, fault.late)
+    batch = cases.make_batch(policy, make_samples(samples[1]), 1)
+    second = ReplicaCheckObserver(policy, check, fault.late)
     with fault.wrap(policy, rank) if fault.wrap is not None else contextlib.nullcontext():
         policy.train_step(batch if fault.batch is None else fault.batch(batch, rank), second)
     said = [None if one is None else str(one) for one in (first.found, second.found)]
@@ -320,7 +325,7 @@ def clean(layout: cases.Case, model: str, path, runs, parallel_settings, steps: 
         parallel, said = cases.join(cases.settings(**parallel_settings), world), []
         for settings, samples in runs:
             policy = cases.build(path, cases.settings(**settings), world, parallel)
-            looks = Looks(policy, ReplicaCheck(1))
+            looks = ReplicaCheckObserver(policy, ReplicaCheck(1))
             found = []
             for index in range(steps):
                 policy.train_step(cases.make_batch(policy, samples[index], index), looks)

@@ -22,7 +22,7 @@ def count_bytes(value: Any) -> int:
 
 
 @dataclass
-class World:
+class SimulatedCollectives:
     """Simulated collectives.
 
     size, rank: of the simulated rank. sent, received: bytes by purpose. sent_to: ranks in exchanges.
@@ -69,7 +69,7 @@ class World:
         return [part for _, part in sorted({**sent, **({self.rank: parts[self.rank]} if self.rank in parts else {})}.items())]
 
     @contextlib.contextmanager
-    def stands_in(self) -> Iterator[World]:
+    def stands_in(self) -> Iterator[SimulatedCollectives]:
         from megatron_grpo.core.parallel import collectives
 
         mine: dict[str, Any] = {"all_gather_object": self.all_gather_object, "exchange": self.exchange}
@@ -121,14 +121,14 @@ def right(completions):
     return [float(place % 2) for place in range(len(completions))]
 
 
-class OneRank:
+class SimulatedRank:
     """The simulated rank, and the data that other ranks send to it.
 
     Rows are distributed one by one, so groups are split and almost all tokens are sent. length: tokens per completion. groups: prompts of
     the rollout over all ranks.
     """
 
-    def __init__(self, world: World, folder: Any, *, length: int, groups: int, group_size: int = 2):
+    def __init__(self, world: SimulatedCollectives, folder: Any, *, length: int, groups: int, group_size: int = 2):
         from megatron_grpo.core.batching.split import BatchPartitioner
         from megatron_grpo.core.parallel.layout import Layout
 
@@ -223,7 +223,7 @@ class OneRank:
         return MetricsLogger(self.completions, Display(folder=self.folder), timers=Timers(), config={})
 
 
-def simulate_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str, dict[str, int]]:
+def simulate_rollout_and_two_steps(world: SimulatedCollectives, folder: Any, **sizes: int) -> dict[str, dict[str, int]]:
     """Return {"sent", "received", "held": {purpose: bytes}} of one rank for a rollout and two optimizer steps.
 
     sizes: arguments of `OneRank`.
@@ -242,7 +242,7 @@ def simulate_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> d
     from megatron_grpo.run.rewards.reward_manager import RewardManager
     from tests.scripted_engine import ScriptedEngine
 
-    one = OneRank(world, folder, **sizes)
+    one = SimulatedRank(world, folder, **sizes)
     rows, cut, parallel, held = one.num_rows, one.cut, one.parallel, {}
     table = TrainingSchedule(
         BatchSizes(layout=parallel.layout, global_batch_size=rows // 2, generation_batch_size=rows, num_generations=one.group_size)

@@ -39,7 +39,7 @@ def wait_for(condition, what: str, seconds: float = SECONDS):
     return found
 
 
-class Slurm:
+class SlurmCluster:
     """A real Slurm without cgroups: processes are found by their parents."""
 
     def __init__(self, folder: Path):
@@ -140,7 +140,7 @@ esac
 """
 
 
-class StandIn:
+class SimulatedSlurm:
     """A stand-in for Slurm: `srun`, `scontrol`, and the environment variables of a job."""
 
     def __init__(self, folder: Path):

@@ -12,7 +12,7 @@ TOKEN = "hf_" + "a" * 30  # as long as a real one, and nobody's
 OWNER = "me"
 
 
-class SmallHub:
+class LocalHub:
     """A local Hub.
 
     repositories: {owner/name: {"private": flag of the request, "files": {path: content}}}. refuses: status of every commit; None to accept.

@@ -38,7 +38,7 @@ def certificate_in(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-class Broken(Exception):
+class BrokenConnectionError(Exception):
     """The connection ends here."""
 
 
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.owner
         while server.is_frozen:
             time.sleep(0.01)
-        with suppress(Broken, ConnectionError):
+        with suppress(BrokenConnectionError, ConnectionError):
             if self.headers.get(wire.AUTHORIZATION) != f"Bearer {TOKEN}":
                 return self._send(401, wire.encode_error("the token is missing or wrong"))
             if server.state.is_frozen and self.path != "/state":

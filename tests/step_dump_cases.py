@@ -73,7 +73,7 @@ def flip(tensor: torch.Tensor, at: int, bit: int) -> None:
     words[at] = words[at] ^ torch.tensor(mask, dtype=torch.int64).to(whole)
 
 
-def fresh(samples, poison: dict[int, dict] | None = None):
+def make_samples(samples, poison: dict[int, dict] | None = None):
     """Return on-policy samples, some of them with changed fields."""
     return [dataclasses.replace(sample, **(poison or {}).get(sample.row, {})) for sample in samples]
 

@@ -30,12 +30,12 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=cases.DTYPES, default=list(cases.DTYPES))
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps, each followed by a weight sync")
     args = parser.parse_args()
-    print(f"Processor with {cases.instructions()}.\n\n| dtype | model | layout | {' | '.join(cases.COMPARED)} |\n{'|---' * 7}|")
+    print(f"Processor with {cases.read_cpu_features()}.\n\n| dtype | model | layout | {' | '.join(cases.COMPARED)} |\n{'|---' * 7}|")
     count = wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for dtype, model in ((dtype, model) for dtype in args.dtypes for model in args.models):
             path = cases.write(Path(folder) / f"{model}, {dtype}", model, dtype)
-            for layout in (layout for layout in args.layouts if cases.suits(model, layout, dtype)):
+            for layout in (layout for layout in args.layouts if cases.is_supported(model, layout, dtype)):
                 found = count_mismatches(path, layout, dtype, args.steps)
                 count, wrong = count + 1, wrong + (found is None or not all(one.is_exact for one in found.values()))
                 cells = ["failed"] * len(cases.COMPARED) if found is None else [str(found[name]) for name in cases.COMPARED]
@@ -44,7 +44,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def count_mismatches(path: Path, layout: str, dtype: str, steps: int) -> dict[str, cases.Count] | None:
+def count_mismatches(path: Path, layout: str, dtype: str, steps: int) -> dict[str, cases.EqualLogprobs] | None:
     """Return the counts of one case by the name of the compared quantity; None if a rank failed."""
     case = cases.LAYOUTS[layout]
 
@@ -52,7 +52,7 @@ def count_mismatches(path: Path, layout: str, dtype: str, steps: int) -> dict[st
         return cases.compare(rank, world, path, steps=steps, torch_dtype=dtype, **case.settings)
 
     try:
-        return cases.over_ranks(run_ranks(body, case.world_size, timeout=600))
+        return cases.sum_counts_over_ranks(run_ranks(body, case.world_size, timeout=600))
     except RanksFailed as error:  # continue with the other cases
         print(error, file=sys.stderr)
         return None

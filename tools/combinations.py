@@ -49,7 +49,7 @@ def compare_all(layouts: list[str]) -> int:
     """Compare all combinations in each layout and return the exit code."""
     runs, is_good = every.iterate_runs(every.list_all()), True
     with tempfile.TemporaryDirectory() as name:
-        made = every.material(Path(name))
+        made = every.make_inputs(Path(name))
         right = every.expect(made, runs, Path(name))
         for layout in layouts:
             is_good &= compare_layout(layout, made, runs, right, bar=1e-6)[2]
@@ -66,7 +66,7 @@ def compare_random(count: int, seed: int) -> int:
         groups = every.random_groups(rng)
         runs = every.random_runs(rng, cases.LAYOUTS[layout], min(RUNS_PER_MODEL, count - done))
         with tempfile.TemporaryDirectory() as name:
-            made = every.material(Path(name), int(rng.integers(1000)), groups, layers=4, **shape)
+            made = every.make_inputs(Path(name), int(rng.integers(1000)), groups, layers=4, **shape)
             right = every.expect(made, runs, Path(name))
             print(f"{done:4} {shape} {groups}")
             loss, gradient, good = compare_layout(layout, made, runs, right, bar=5e-6)
@@ -88,7 +88,7 @@ def is_rounding(loss_type: str, error: float, tensor: str = "") -> bool:
     return loss_type == "vespo" and not tensor and error <= VESPO_LIMIT
 
 
-def compare_layout(layout: str, made: every.Material, runs: every.Runs, right: every.Expected, *, bar: float) -> tuple[float, float, bool]:
+def compare_layout(layout: str, made: every.CombinationInputs, runs: every.Runs, right: every.ExpectedResults, *, bar: float) -> tuple[float, float, bool]:
     """Compare all runs in one layout and print a line with the result.
 
     Args:

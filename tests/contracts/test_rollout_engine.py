@@ -18,10 +18,10 @@ def model(tmp_path_factory):
 def build(name, model, rank, world_size, tensor_parallel_size=1):
     """Build an engine by name. Imported late, because the test process itself never loads vLLM."""
     if name == "scripted":
-        from tests.end_to_end.scripted import answers
+        from tests.end_to_end.scripted import make_answers
         from tests.scripted_engine import ScriptedEngine
 
-        return ScriptedEngine(answers(model, 1.0))
+        return ScriptedEngine(make_answers(model, 1.0))
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.settings import RolloutConfig
 

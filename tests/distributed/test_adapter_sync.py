@@ -24,7 +24,7 @@ from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.assemble.policy import build_policy
 from megatron_grpo.run.config.settings import Config
-from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
+from tests.distributed.test_rollout import PROMPTS, SAMPLING, read_tokens
 from tests.parity_cases import join, make_batch, settings, stored_rollout
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
@@ -119,7 +119,7 @@ def make_update(path, tuner, dtype="float32") -> LoraSync:
     return lora_sync(Config(model=ModelConfig(torch_dtype=dtype), tuner=tuner), ModelShape.from_pretrained(path), on_gpu=False)
 
 
-def engine_for(policy, rank, world_size, *, tp=1):
+def build_engine(policy, rank, world_size, *, tp=1):
     """Build an engine. Imported late: the test process itself never loads vLLM."""
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
@@ -143,7 +143,7 @@ def test_adapter_sync_sampler_logprobs_equal_peft(tmp_path, family, tuner, sizes
 
     def body(rank, world_size):
         policy = PeftPolicy(path, TUNERS[tuner])
-        engine = engine_for(policy, rank, world_size, tp=world_size)
+        engine = build_engine(policy, rank, world_size, tp=world_size)
         assert engine.version == 0 and engine.has_base
         base = engine.score(engine.probes())
         for version in (1, 2):
@@ -161,7 +161,7 @@ def test_adapter_sync_sampler_logprobs_equal_peft(tmp_path, family, tuner, sizes
             assert np.abs(expected.numpy() - completion.logprobs[1:])[completion.sequence.mask[1:]].max() < 1e-4
         with open("/proc/self/fd/2") as log:
             assert "vLLM" not in log.read()
-        return tokens_of(groups)
+        return read_tokens(groups)
 
     drawn = [sorted(tokens for found in run_ranks(body, size) for tokens in found) for size in sizes]
     assert len(drawn[0]) == len(PROMPTS) and all(other == drawn[0] for other in drawn), (
@@ -172,7 +172,7 @@ def test_adapter_sync_sampler_logprobs_equal_peft(tmp_path, family, tuner, sizes
 def test_adapter_sync_replaces_older_adapter_and_base_sync_drops_it(model_path):
     def body(rank, world_size):
         policy = PeftPolicy(model_path, TUNERS["attention"])
-        engine = engine_for(policy, rank, world_size)
+        engine = build_engine(policy, rank, world_size)
         assert policy.pushes.slot_rank == 8
         untouched = engine.score(engine.probes())
 
@@ -216,7 +216,7 @@ def test_adapter_sync_replaces_older_adapter_and_base_sync_drops_it(model_path):
 def test_adapter_sync_names_missing_modules(model_path):
     def body(rank, world_size):
         policy = PeftPolicy(model_path, TUNERS["attention"])
-        engine = engine_for(policy, rank, world_size)
+        engine = build_engine(policy, rank, world_size)
 
         def offered(change):
             named = dict(change(name, tensor) for name, tensor in policy.adapter().items() if change(name, tensor))
@@ -248,7 +248,7 @@ def test_adapter_sync_names_missing_modules(model_path):
         plain = LoraSync(kind="merged", modules=policy.pushes.modules, slot_rank=0)
         policy.pushes = plain
         with pytest.raises(WeightSyncError, match="was started without LoRA support"):
-            engine_for(policy, rank, world_size).load_weights(WeightUpdate(kind="adapter", version=1, tensors=(), config={}))
+            build_engine(policy, rank, world_size).load_weights(WeightUpdate(kind="adapter", version=1, tensors=(), config={}))
 
     run_ranks(body, 1)
 
@@ -256,7 +256,7 @@ def test_adapter_sync_names_missing_modules(model_path):
 def test_adapter_trial_detects_engine_that_ignores_adapters(model_path):
     def body(rank, world_size):
         policy = PeftPolicy(model_path, TUNERS["one module of one layer"])
-        engine = engine_for(policy, rank, world_size)
+        engine = build_engine(policy, rank, world_size)
         policy.draw(0, std=0.0)  # as a run begins: B A is zero, and who ignores it agrees
         real = engine._run
         engine._run = without_adapter(engine)
@@ -293,7 +293,7 @@ def test_adapter_trial_detects_engine_that_ignores_adapters(model_path):
 
         # A run that began with an adapter: the checkpoint, which the engine read by itself, is not its version 0.
         policy.draw(5)
-        fresh = engine_for(policy, rank, world_size)
+        fresh = build_engine(policy, rank, world_size)
         assert WeightSyncManager(policy, fresh, verify=False).sync_weights(0) is None
         weight_sync = WeightSyncManager(policy, fresh, verify=False, starts_as_checkpoint=False)
         assert (
@@ -330,7 +330,7 @@ def test_adapter_sync_megatron_policy_and_engine_agree_at_trial_and_each_sync(mo
         shape = ModelShape.from_pretrained(model_path)
         pushes = lora_sync(cfg, shape, on_gpu=False)
         policy = build_policy(cfg, join(cfg, world_size), model_path=model_path, num_steps=1, adapter_sync=pushes.kind)
-        engine = engine_for(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
+        engine = build_engine(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
         weight_sync = WeightSyncManager(policy, engine, verify=True)
         first = weight_sync.sync_weights(0)
         assert engine.version == 0 and first.logp_difference_max < 1e-4
@@ -359,7 +359,7 @@ def test_adapter_sync_first_bfloat16_step_reaches_sampler_and_is_lost_when_merge
 
     def body(rank, world_size):
         policy = PeftPolicy(path, TUNERS["attention"], "bfloat16")
-        engine = engine_for(policy, rank, world_size)
+        engine = build_engine(policy, rank, world_size)
         assert engine.dtype == "bfloat16"
         for name, parameter in policy.adapter_parameters():  # after one step of Adam at lr 1e-5 from B = 0
             parameter.copy_(parameter.sign() * 1e-5 if "lora_B" in name else parameter.uniform_(-0.125, 0.125))
@@ -379,7 +379,7 @@ def test_adapter_sync_first_bfloat16_step_reaches_sampler_and_is_lost_when_merge
     assert adapter_error < 0.005 and merged_error > 0.8, (adapter_error, merged_error)
 
 
-def lost_by_merging(policy) -> float:
+def compute_merge_error(policy) -> float:
     """Return the error of the update of all weights, relative to its norm, if it is added in the weights' own dtype."""
     base, adapters, settings = (
         dict(policy.exchange.stream(policy.tensors(), "weights")),
@@ -407,7 +407,7 @@ def test_adapter_sync_ten_bfloat16_steps_change_sampler_like_trainer(tmp_path):
         shape = ModelShape.from_pretrained(path)
         pushes = lora_sync(cfg, shape, on_gpu=False)
         policy = build_policy(cfg, join(cfg, world_size), model_path=path, num_steps=10_000, adapter_sync="adapter")
-        engine = engine_for(SimpleNamespace(path=path, dtype="bfloat16", pushes=pushes), rank, world_size)
+        engine = build_engine(SimpleNamespace(path=path, dtype="bfloat16", pushes=pushes), rank, world_size)
         texts = [make_sequence(sample.token_ids) for sample in samples]
         trained = np.concatenate([sample.mask[1:] for sample in samples])
 
@@ -422,7 +422,7 @@ def test_adapter_sync_ten_bfloat16_steps_change_sampler_like_trainer(tmp_path):
         for _ in range(10):
             policy.train_step(make_batch(policy, samples, 0))
         assert sync(policy, engine, version=10, verify=True, is_low_precision=True).num_bytes < 2e5
-        return by_trainer() - trainer, by_sampler() - sampler, lost_by_merging(policy)
+        return by_trainer() - trainer, by_sampler() - sampler, compute_merge_error(policy)
 
     ((trainer_change, sampler_change, lost),) = run_ranks(body, 1)
     assert trainer_change.min() > 0.005, "every token was rewarded, and has become likelier"

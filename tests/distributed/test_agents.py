@@ -8,7 +8,7 @@ import pytest
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from tests.agents import branching, list_turns, stage
 from tests.chat_models import DROPS, chat_tokenizer, write_chat
-from tests.distributed.test_episodes import engine_at, prompts
+from tests.distributed.test_episodes import build_engine, make_prompts
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny
 
@@ -20,7 +20,7 @@ def model_path(tmp_path_factory):
     return write_chat(tmp_path_factory.mktemp("model"), template=DROPS, ends=10.5)
 
 
-def worst_gap(groups, model) -> float:
+def find_worst_gap(groups, model) -> float:
     """Return the largest |sampled log-prob - transformers'| of all trained tokens in their contexts."""
     worst = 0.0
     for row in (one for group in groups for one in group.completions):
@@ -38,12 +38,12 @@ def test_agents_answers_are_equal_in_each_engine_layout(model_path):
 
         template = ChatTemplate(chat_tokenizer(DROPS), end_ids=[2, 0])
         rules = dict(template=template, max_model_len=800, concurrency=32, needs_reward=True)
-        with engine_at(model_path, rank, world_size, tp=tp) as engine:
-            groups = AgentSampler(engine, stage(branching, **rules)).generate(prompts(5, DROPS), SAMPLING, seed=3)
+        with build_engine(model_path, rank, world_size, tp=tp) as engine:
+            groups = AgentSampler(engine, stage(branching, **rules)).generate(make_prompts(5, DROPS), SAMPLING, seed=3)
         rows = [row for group in groups for row in group.completions]
         assert all((row.finish_reason, row.record.numbers.fault) == ("done", "") for row in rows)
         assert all(row.record.numbers.num_turns == 5 and len(row.sequence.contexts) >= 3 for row in rows)
-        assert worst_gap(groups, load_tiny(model_path)) < 5e-5
+        assert find_worst_gap(groups, load_tiny(model_path)) < 5e-5
         return list_turns(groups)
 
     [alone] = run_ranks(body, 1, 1, timeout=120)

@@ -10,7 +10,7 @@ import torch
 
 from tests import bitwise_parity_cases as cases
 from tests import parity_cases as parity
-from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.runs import read_jsonl, train, write_inputs
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -33,7 +33,7 @@ def test_bitwise_parity_sampled_scored_and_trained_logprobs_are_equal(case, tmp_
 
 
 def assert_exact(by_rank):
-    for name, total in cases.over_ranks(by_rank).items():
+    for name, total in cases.sum_counts_over_ranks(by_rank).items():
         assert total.is_exact, f"{name}: {total} log-probs are equal"
 
 
@@ -51,18 +51,18 @@ def test_bitwise_parity_each_dense_family_on_one_rank_is_exact(tmp_path):
         assert_exact([found])
 
 
-def an_ulp(policy):
+def change_one_ulp(policy):
     weight = policy.chunks[0].decoder.layers[1].self_attention.linear_proj.weight.data.view(-1)
     weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
 
 
-def an_epsilon(policy):
+def change_epsilon(policy):
     for module in policy.chunks[0].modules():
         if type(module).__name__ == "Norm":
             module.eps *= 1.01
 
 
-def an_angle(policy):
+def change_angle(policy):
     policy.chunks[0].inverse_frequencies[0].mul_(1 + 1e-7)
 
 
@@ -73,9 +73,9 @@ def test_bitwise_comparison_detects_smallest_differences_and_many_without_the_se
         from megatron_grpo.commands.analysis.bitwise_parity import switch_off
 
         parallel = parity.join(parity.settings(), world)
-        pair = cases.Pair.build(rank, world, path, parallel=parallel)
+        pair = cases.PolicyAndEngine.build(rank, world, path, parallel=parallel)
         completions, found = pair.sample(cases.prompts()), {}
-        for change in (None, an_ulp, an_epsilon, an_angle):
+        for change in (None, change_one_ulp, change_epsilon, change_angle):
             pair.policy = parity.build(path, parity.settings(temperature=0.8, bitwise_parity=True), world, parallel)
             if change is not None:
                 change(pair.policy)
@@ -104,5 +104,5 @@ def test_bitwise_parity_gradients_are_as_near_float64_as_without_it(tmp_path):
 def test_bitwise_parity_run_reports_no_difference(tmp_path):
     flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"), "--max_steps", "3", "--bitwise_parity", "true")]
     assert run_ranks(train, 1, [*flags, "--export_hf", "false"], timeout=180) == [0]
-    differences = [step["sampling/sampling_logp_difference/max"] for step in records(tmp_path / "out" / "metrics.jsonl")]
+    differences = [step["sampling/sampling_logp_difference/max"] for step in read_jsonl(tmp_path / "out" / "metrics.jsonl")]
     assert differences == [0.0] * 3

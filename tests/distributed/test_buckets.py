@@ -64,7 +64,7 @@ def build(path, model, layout, world, **changes):
     return cases.build(path, make_settings(model, layout, **changes), world)
 
 
-def by_hand(exchange, mine):
+def join_shards(exchange, mine):
     """Return full tensors by Hugging Face name, from what every rank holds, without groups and buckets."""
     p, everyone = exchange.parallel, [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (p.tp_rank, p.etp_rank, {name: tensor.detach().clone() for name, tensor in mine.items()}))
@@ -76,7 +76,7 @@ def by_hand(exchange, mine):
     return found
 
 
-def drawn_like(tensors, what):
+def draw_like(tensors, what):
     """Return random tensors of mixed dtypes, equal on all ranks that hold a copy."""
     return {
         name: torch.rand(tensor.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))).to(
@@ -87,18 +87,18 @@ def drawn_like(tensors, what):
     }
 
 
-def same(found, right):
+def assert_equal(found, right):
     assert found.keys() == right.keys()
     for name, tensor in right.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def collected(stream):
+def collect_tensors(stream):
     """Return all tensors of a receiver that keeps what it was given, like a sampler keeps parts of an incomplete layer."""
     return dict(stream)
 
 
-def look(rank, world, path, model, layout, tamper=None):
+def inspect_streams(rank, world, path, model, layout, tamper=None):
     policy = build(path, model, layout, world)
     if tamper is not None:
         tamper()
@@ -108,19 +108,19 @@ def look(rank, world, path, model, layout, tamper=None):
         exchange = MegatronToHF(policy.exchange.map, p, bucket_bytes=bucket_bytes)
         plan = exchange.plan(mine, "weights")
         with wire() as counted:
-            found = collected(exchange.stream(mine, "weights"))
+            found = collect_tensors(exchange.stream(mine, "weights"))
         assert counted.collectives == num_collectives(plan.buckets, plan.ranks)
         assert counted.received == sum(bucket.received_bytes(plan.ranks, p.pp_rank) for bucket in plan.buckets)
         for bucket in plan.buckets:
             units = [slot.end - slot.begin for slot in bucket.slots if plan.ranks.travels(slot.part)]
             assert bucket.num_bytes == bucket.memory_bytes(plan.ranks) <= bucket_bytes or units == [1]
-        same(found, {name: read(name) for name in read.names})
+        assert_equal(found, {name: read(name) for name in read.names})
         sliced = list(exchange.stream(mine, "weights", in_slices=True))
-        same(dict(joined(sliced)), found)
+        assert_equal(dict(joined(sliced)), found)
         assert world == 1 or bucket_bytes > BUCKETS[0] or any(isinstance(tensor, TensorSlice) for _, tensor in sliced)
         assert [sum(tensor.nbytes for name, tensor in sliced if name == one) for one in found] == [found[one].nbytes for one in found]
         first = MegatronToHF(policy.exchange.map, p, bucket_bytes=bucket_bytes, gather=True)
-        same(collected(first.stream(mine, "weights")), found if rank == 0 else {})
+        assert_equal(collect_tensors(first.stream(mine, "weights")), found if rank == 0 else {})
         # A sampler packs a layer when it is complete: whoever holds the experts, no layer is begun before the one before is done.
         layers = [int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))]
         assert [layer for layer in dict.fromkeys(layers) for _ in range(layers.count(layer))] == layers
@@ -128,14 +128,14 @@ def look(rank, world, path, model, layout, tamper=None):
     # Other values of mixed dtypes, where an expert, a layer or a whole stage has nothing; narrow buckets again.
     exchange.bucket_bytes = first.bucket_bytes = BUCKETS[0]
     for kind, what in (("some", r"(?!.*(experts\.1\.|layers\.2\.))"), ("few", r".*layers\.0\.")):
-        some = drawn_like(mine, what)
-        right = by_hand(exchange, some)
-        same(collected(exchange.stream(some, kind)), right)
-        same(collected(first.stream(some, kind)), right if rank == 0 else {})
+        some = draw_like(mine, what)
+        right = join_shards(exchange, some)
+        assert_equal(collect_tensors(exchange.stream(some, kind)), right)
+        assert_equal(collect_tensors(first.stream(some, kind)), right if rank == 0 else {})
     return plans
 
 
-def planned(path, model, layout, **changes):
+def make_plans(path, model, layout, **changes):
     """Return the same plans from the model's shape alone, like `plan`."""
     where = cases.LAYOUTS[layout]
     cfg = make_settings(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
@@ -149,11 +149,11 @@ def planned(path, model, layout, **changes):
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=[f"{model}, {layout}" for model, layout in CASES])
 def test_weight_stream_gives_each_rank_exact_tensors_in_planned_collectives(models, model, layout):
-    ranks = run_ranks(look, cases.LAYOUTS[layout].world_size, str(models(model)), model, layout)
-    assert all(plans == planned(models(model), model, layout) for plans in ranks)
+    ranks = run_ranks(inspect_streams, cases.LAYOUTS[layout].world_size, str(models(model)), model, layout)
+    assert all(plans == make_plans(models(model), model, layout) for plans in ranks)
 
 
-def to_the_first(rank, world, path, layout):
+def stream_to_rank_0(rank, world, path, layout):
     """Return bytes that each rank sends and receives if only rank 0 gets the tensors; the second stream stops after three."""
     policy = build(path, "dense", layout, world)
     exchange = MegatronToHF(policy.exchange.map, policy.parallel, bucket_bytes=BUCKETS[0], gather=True)
@@ -182,7 +182,7 @@ def test_weight_stream_to_rank_0_uses_only_ranks_of_the_first_pipeline(models):
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=0)
     told = push.sync_traffic(shape, sizes, cfg, TrainableSpec.from_config(cfg, shape))
     own = sum(read.nbytes for read in map(HfReader(path), HfReader(path).names))
-    first, second, *others = run_ranks(to_the_first, 4, path, layout)
+    first, second, *others = run_ranks(stream_to_rank_0, 4, path, layout)
     assert first["sent"] == 0 and first["received"] == second["sent"] and second["received"] == 0
     assert 0.9 * own < second["sent"] < 1.3 * own  # twice half of what is cut, without what is whole on each, and what is padded
     assert told["collectives"] == 0 and 2 * told["received_bytes"] == first["received"]
@@ -207,11 +207,11 @@ def push_all_kinds(rank, world, path, model, layout, modules, tamper=None):
     for _ in range(2):  # the second time nothing is planned
         pairs = {name: tensor.clone() for name, tensor in adapters.named()}
         gradients = {name: tensor.double() for name, tensor in adapters.tensors().items()}
-        same(dict(adapters.trimmed(gradients, "gradients")), {name: tensor.double() for name, tensor in pairs.items()})
-        same(dict(exchange.stream(policy.tensors(), "weights")), {name: read(name) for name in read.names})
+        assert_equal(dict(adapters.trimmed(gradients, "gradients")), {name: tensor.double() for name, tensor in pairs.items()})
+        assert_equal(dict(exchange.stream(policy.tensors(), "weights")), {name: read(name) for name in read.names})
         merged = dict(policy.named_weights())
     assert pairs.keys() == adapters.sizes.keys()
-    same(pairs, dict(trimmed(by_hand(adapters.exchange, adapters.tensors()).items(), adapters.sizes)))
+    assert_equal(pairs, dict(trimmed(join_shards(adapters.exchange, adapters.tensors()).items(), adapters.sizes)))
     for name in read.names:
         module = name.removesuffix(".weight")
         change = adapters.settings.compute_lora_scale(module) * (pairs[module + B] @ pairs[module + A]) if module + A in pairs else 0
@@ -242,7 +242,7 @@ def test_weight_stream_plan_includes_stage_without_adapters(models):
 @pytest.mark.parametrize(("model", "layout", "modules"), ADAPTED, ids=["a stage without", "an expert rank without"])
 def test_weight_stream_weights_adapters_and_merged_weights_are_exact(models, model, layout, modules):
     ranks = run_ranks(push_all_kinds, cases.LAYOUTS[layout].world_size, str(models(model)), model, layout, modules)
-    assert all(plan == planned(models(model), model, layout, tuner_type="lora", target_regex=modules)[0] for plan in ranks)
+    assert all(plan == make_plans(models(model), model, layout, tuner_type="lora", target_regex=modules)[0] for plan in ranks)
 
 
 # ---- a receiver that stops, and one that takes its time --------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_weight_stream_holds_at_most_two_buckets(models, layout):
 # ---- each of these must be noticed -----------------------------------------------------------------------------------------------------
 
 
-def arrives_late():
+def delay_transfers():
     """Delay transfers. This is no fault: nothing is read before it was waited for, as on a slow network."""
     start = collectives.start_gather
 
@@ -338,22 +338,22 @@ def arrives_late():
     collectives.start_gather = late
 
 
-def nobody_waits():
-    arrives_late()
+def skip_waits():
+    delay_transfers()
     hf_export.PendingBucket.wait = lambda self: None
 
 
-def a_bucket_is_filled_again():
+def reuse_bucket():
     memory = {}
     hf_export.BucketMemory.take = lambda self, num_bytes: memory.setdefault(num_bytes, torch.empty(num_bytes, dtype=torch.uint8))
 
 
-def the_first_stage_sends_for_all():
+def send_from_first_stage():
     broadcast = collectives.from_member_
     collectives.from_member_ = lambda tensor, member, group: broadcast(tensor, 0, group)
 
 
-def expert_ranks_in_another_order():
+def reorder_expert_ranks():
     start = hf_export.WeightSyncPlan.__init__
 
     def turned(self, *args, **kwargs):
@@ -363,7 +363,7 @@ def expert_ranks_in_another_order():
     hf_export.WeightSyncPlan.__init__ = turned
 
 
-def experts_one_rank_after_the_other():
+def order_experts_by_rank():
     in_order = hf_export.MegatronToHF._owned
 
     def by_rank(self, name, tensor):
@@ -373,32 +373,32 @@ def experts_one_rank_after_the_other():
     hf_export.MegatronToHF._owned = by_rank
 
 
-def gate_and_up_as_rows():
+def stack_gate_and_up():
     slices = mapping._slices
     mapping._slices = lambda cut, *args: slices(ShardSplit.COLUMN if cut is ShardSplit.GATED_COLUMN else cut, *args)
 
 
-def a_slice_from_the_beginning():
+def drop_slice_offsets():
     hf_export._sliced = lambda tensor, slot: tensor[: slot.rows[1] - slot.rows[0]] if slot.is_slice else tensor
 
 
-def merging_is_left_out():
+def skip_merge():
     hf_export.LocalTensors.tensor = lambda self, name, slot: self._mine[name].detach()
 
 
-def all_are_merged():
+def merge_all():
     stream = hf_export.MegatronToHF.stream
     hf_export.MegatronToHF.stream = lambda self, mine, kind, prepare=None, **how: stream(
         self, mine, kind, prepare=lambda t: t * 1.01, **how
     )
 
 
-def planned_by_what_this_rank_has():
+def plan_by_local_tensors():
     plan = hf_export.MegatronToHF.plan
     hf_export.MegatronToHF.plan = lambda self, mine, kind: plan(self, mine, str(sorted((n, t.dtype) for n, t in mine.items())))
 
 
-def who_stops_leaves():
+def leave_on_stop():
     def stream(self, mine, prepare, in_slices=False):
         own = self._own(mine, prepare)
         for bucket in self.buckets:
@@ -407,11 +407,11 @@ def who_stops_leaves():
     hf_export.WeightSyncPlan.stream = torch.no_grad()(stream)
 
 
-def who_fails_leaves():
+def leave_on_failure():
     weight_sync._CountingIterator.finish = lambda self: None
 
 
-def sent_before_there_is_room():
+def send_without_room():
     def stream(self, mine, prepare, in_slices=False):
         own, ahead = self._own(mine, prepare), []
         for bucket in self.buckets:
@@ -424,19 +424,19 @@ def sent_before_there_is_room():
 
 
 WRONG = {
-    nobody_waits: (look, "MoE", "EP2"),
-    a_bucket_is_filled_again: (look, "MoE", "EP2"),
-    the_first_stage_sends_for_all: (look, "dense", "PP2 VPP2"),
-    expert_ranks_in_another_order: (look, "MoE", "EP2"),
-    experts_one_rank_after_the_other: (look, "MoE", "EP2"),
-    gate_and_up_as_rows: (look, "dense", "TP2"),
-    a_slice_from_the_beginning: (look, "dense", "PP2"),
-    merging_is_left_out: (push_all_kinds, *IN_ONE_STAGE),
-    all_are_merged: (push_all_kinds, *IN_ONE_STAGE),
-    planned_by_what_this_rank_has: (plan_kinds, *IN_ONE_STAGE),
-    who_stops_leaves: (stop_early,),
-    who_fails_leaves: (stop_early,),
-    sent_before_there_is_room: (hold_one, "MoE", "EP2"),
+    skip_waits: (inspect_streams, "MoE", "EP2"),
+    reuse_bucket: (inspect_streams, "MoE", "EP2"),
+    send_from_first_stage: (inspect_streams, "dense", "PP2 VPP2"),
+    reorder_expert_ranks: (inspect_streams, "MoE", "EP2"),
+    order_experts_by_rank: (inspect_streams, "MoE", "EP2"),
+    stack_gate_and_up: (inspect_streams, "dense", "TP2"),
+    drop_slice_offsets: (inspect_streams, "dense", "PP2"),
+    skip_merge: (push_all_kinds, *IN_ONE_STAGE),
+    merge_all: (push_all_kinds, *IN_ONE_STAGE),
+    plan_by_local_tensors: (plan_kinds, *IN_ONE_STAGE),
+    leave_on_stop: (stop_early,),
+    leave_on_failure: (stop_early,),
+    send_without_room: (hold_one, "MoE", "EP2"),
 }
 
 
@@ -448,4 +448,4 @@ def test_weight_stream_silent_mutation_is_detected(models, tamper):
 
 
 def test_weight_stream_waits_for_late_bucket(models):
-    run_ranks(look, 2, str(models("MoE")), "MoE", "EP2", arrives_late)
+    run_ranks(inspect_streams, 2, str(models("MoE")), "MoE", "EP2", delay_transfers)

@@ -38,7 +38,7 @@ class Prompts:
         self.position = state["position"]
 
 
-class Waiting:
+class PendingRows:
     """Pending rows with the interface that a checkpoint uses; the first rank holds all."""
 
     def __init__(self, samples=()):
@@ -56,10 +56,10 @@ class Waiting:
         return self.samples if dist.get_rank() == 0 else []
 
     def restored(self, samples):
-        return Waiting(samples)
+        return PendingRows(samples)
 
 
-class Policy:
+class SmallPolicy:
     """A small GPT with Megatron's DDP and distributed optimizer.
 
     The gradient of `step` is a function of each weight alone, so each layout takes the same step.
@@ -195,7 +195,7 @@ class Policy:
         return contextlib.nullcontext()
 
 
-def checkpoints(folder, resume="auto", **settings):
+def make_checkpoint_manager(folder, resume="auto", **settings):
     from megatron_grpo.run.checkpoint.resume import find_checkpoints
     from megatron_grpo.run.checkpoint.saving import Checkpoints
     from megatron_grpo.run.config.settings import RunConfig
@@ -206,7 +206,7 @@ def checkpoints(folder, resume="auto", **settings):
     )
 
 
-def pending_samples():
+def make_pending_samples():
     rng = np.random.default_rng(0)
 
     def fields(row, length):
@@ -231,21 +231,21 @@ def pending_samples():
     ]
 
 
-def restored(keeper, policy, prompts):
+def restore_samples(keeper, policy, prompts):
     keeper.choose()
-    return keeper.restore(policy, prompts, Waiting())
+    return keeper.restore(policy, prompts, PendingRows())
 
 
 def save_after(rank, world_size, folder, steps, more, layout):
     """Save after `steps` optimizer steps, and again after `more` steps."""
-    policy = Policy(world_size, **layout)
-    keeper = checkpoints(folder)
+    policy = SmallPolicy(world_size, **layout)
+    keeper = make_checkpoint_manager(folder)
     for step in range(1, steps + more + 1):
         policy.step()
         if step in (steps, steps + more):
             keeper.save(
                 Progress(step=step, num_rollouts=step, num_prompts=4 * step, num_tokens=100 * step),
-                Waiting(pending_samples()),
+                PendingRows(make_pending_samples()),
                 policy,
                 Prompts(4 * step),
             )
@@ -253,9 +253,9 @@ def save_after(rank, world_size, folder, steps, more, layout):
 
 def resume_and_save(rank, world_size, source, folder, more, layout):
     """Resume in `layout`, save at once and after `more` steps; return the log lines."""
-    policy, prompts = Policy(world_size, **layout, seed=1), Prompts()
-    progress, pending = restored(checkpoints(source), policy, prompts)
-    keeper = checkpoints(folder)
+    policy, prompts = SmallPolicy(world_size, **layout, seed=1), Prompts()
+    progress, pending = restore_samples(make_checkpoint_manager(source), policy, prompts)
+    keeper = make_checkpoint_manager(folder)
     keeper.save(progress, pending, policy, prompts)
     for _ in range(more):
         policy.step()
@@ -408,7 +408,7 @@ def test_resume_before_the_first_step_works(tmp_path):
 
 
 def save_after_nothing(rank, world_size, folder):
-    checkpoints(folder).save(Progress(step=1), Waiting(), Policy(world_size), Prompts())
+    make_checkpoint_manager(folder).save(Progress(step=1), PendingRows(), SmallPolicy(world_size), Prompts())
 
 
 def test_resume_logs_change_of_a_fingerprint_that_is_known_late(tmp_path):
@@ -416,13 +416,13 @@ def test_resume_logs_change_of_a_fingerprint_that_is_known_late(tmp_path):
 
     def run(rank, world_size):
         told = []
-        keeper = checkpoints(tmp_path / "run", print_line=told.append)
+        keeper = make_checkpoint_manager(tmp_path / "run", print_line=told.append)
         keeper.choose()
         first = keeper.recorded("runner")
         keeper.record_fingerprint("runner", "V1")
-        keeper.save(Progress(step=1), Waiting(), Policy(world_size), Prompts())
+        keeper.save(Progress(step=1), PendingRows(), SmallPolicy(world_size), Prompts())
         for now in ("V1", "V2"):
-            keeper = checkpoints(tmp_path / "run", print_line=told.append)
+            keeper = make_checkpoint_manager(tmp_path / "run", print_line=told.append)
             keeper.choose()
             keeper.record_fingerprint("runner", now)
         return first, keeper.recorded("runner"), told
@@ -440,7 +440,7 @@ def test_resume_uses_the_learning_rate_of_the_new_settings(saved, tmp_path):
 
 def test_resume_restores_pending_samples_exactly_and_in_order(saved, tmp_path):
     [(_, pending, *_)] = run_ranks(resume_and_save, 1, saved, tmp_path, 0, {})
-    assert_same_samples(pending, pending_samples())
+    assert_same_samples(pending, make_pending_samples())
 
 
 def assert_same_samples(got, wanted):
@@ -459,9 +459,9 @@ def restore_only(rank, world_size, folder, resume="auto"):
     from megatron_grpo.core.base.errors import ConfigError
 
     heard = []
-    policy = Policy(world_size, seed=1)
+    policy = SmallPolicy(world_size, seed=1)
     try:
-        progress, _ = restored(checkpoints(folder, resume, print_line=heard.append), policy, Prompts())
+        progress, _ = restore_samples(make_checkpoint_manager(folder, resume, print_line=heard.append), policy, Prompts())
     except ConfigError as error:
         return str(error), heard
     return progress.step, heard
@@ -537,7 +537,7 @@ def test_resume_from_checkpoint_of_another_model_is_an_error_with_its_directory(
         from megatron_grpo.core.base.errors import ConfigError
 
         with pytest.raises(ConfigError, match="iter_0000004 is not damaged but does not match"):
-            restored(checkpoints(saved), Policy(world_size, hidden=128), Prompts())
+            restore_samples(make_checkpoint_manager(saved), SmallPolicy(world_size, hidden=128), Prompts())
 
     run_ranks(resume_wider, 2)
 
@@ -549,16 +549,16 @@ def test_save_write_error_stops_all_ranks_and_keeps_older_checkpoint(tmp_path):
 
         from megatron_grpo.run.checkpoint.saving import CheckpointError
 
-        policy, keeper = Policy(world_size), checkpoints(tmp_path)
+        policy, keeper = SmallPolicy(world_size), make_checkpoint_manager(tmp_path)
         policy.step()
-        keeper.save(Progress(step=1), Waiting(), policy, Prompts())
+        keeper.save(Progress(step=1), PendingRows(), policy, Prompts())
         policy.step()
         if rank == 1:  # the kernel then says "File too large", where a full disk says "No space left on device"
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         said = "step 2 failed and was removed.*complete checkpoint is of step 1.*rank 1: OSError.*File too large"
         with pytest.raises(CheckpointError, match=said):
-            keeper.save(Progress(step=2), Waiting(), policy, Prompts())
+            keeper.save(Progress(step=2), PendingRows(), policy, Prompts())
 
     run_ranks(fill_the_disk, 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
@@ -571,13 +571,13 @@ def test_save_write_error_of_rank_0_stops_all_ranks(tmp_path):
 
         from megatron_grpo.run.checkpoint.saving import CheckpointError
 
-        policy = Policy(world_size)
+        policy = SmallPolicy(world_size)
         policy.step()
         if rank == 0:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointError, match="rank 0"):
-            checkpoints(tmp_path).save(Progress(step=1), Waiting(), policy, Prompts())
+            make_checkpoint_manager(tmp_path).save(Progress(step=1), PendingRows(), policy, Prompts())
 
     run_ranks(fill_the_disk, 2)
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -587,9 +587,9 @@ def test_saving_starts_no_process(tmp_path):
     def save(rank, world_size):
         import os
 
-        policy = Policy(world_size)
+        policy = SmallPolicy(world_size)
         policy.step()
-        checkpoints(tmp_path).save(Progress(step=1), Waiting(), policy, Prompts())
+        make_checkpoint_manager(tmp_path).save(Progress(step=1), PendingRows(), policy, Prompts())
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
     assert run_ranks(save, 1) == [""]
@@ -597,12 +597,12 @@ def test_saving_starts_no_process(tmp_path):
 
 def test_save_keeps_newest_checkpoints_and_pointer_names_the_last(tmp_path):
     def save_five(rank, world_size):
-        policy, keeper = Policy(world_size), checkpoints(tmp_path, save_steps=2, save_total_limit=2)
+        policy, keeper = SmallPolicy(world_size), make_checkpoint_manager(tmp_path, save_steps=2, save_total_limit=2)
         for step in range(1, 9):
             policy.step()
             assert keeper.are_due(step) == (step % 2 == 0)
             if keeper.are_due(step):
-                assert keeper.save(Progress(step=step), Waiting(), policy, Prompts())
+                assert keeper.save(Progress(step=step), PendingRows(), policy, Prompts())
 
     run_ranks(save_five, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -614,15 +614,15 @@ def test_save_marks_checkpoint_once_its_samples_are_trained_and_keeps_the_last_m
     """Saves after steps 1 to 4, of which one step trained samples of version 2; then the run resumes from 4 and trains."""
 
     def run(rank, world_size):
-        policy, keeper, told = Policy(world_size), checkpoints(tmp_path, save_total_limit=2), []
+        policy, keeper, told = SmallPolicy(world_size), make_checkpoint_manager(tmp_path, save_total_limit=2), []
         for step in range(1, 5):
             policy.step()
             if step == 4:
                 keeper.has_trained(2, step)
             told.append(keeper.last_good(step))
-            keeper.save(Progress(step=step), Waiting(), policy, Prompts())
-        again = checkpoints(tmp_path, save_total_limit=2)
-        restored(again, policy, Prompts())
+            keeper.save(Progress(step=step), PendingRows(), policy, Prompts())
+        again = make_checkpoint_manager(tmp_path, save_total_limit=2)
+        restore_samples(again, policy, Prompts())
         again.has_trained(3, 5)
         told.append(again.last_good(5))
         again.has_trained(4, 6)
@@ -639,9 +639,12 @@ def test_save_is_due_after_the_interval_in_seconds(tmp_path, monkeypatch):
 
     now = [100.0]
     monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
-    never, keeper = checkpoints(tmp_path, save_steps=0), checkpoints(tmp_path, save_steps=0, save_interval_seconds=30.0)
+    never, keeper = (
+        make_checkpoint_manager(tmp_path, save_steps=0),
+        make_checkpoint_manager(tmp_path, save_steps=0, save_interval_seconds=30.0),
+    )
     now[0] = 1000.0  # the model has been loaded
-    keeper.restore(None, None, Waiting())
+    keeper.restore(None, None, PendingRows())
     found = []
     for seconds in (0.0, 29.0, 30.0, 90.0):
         now[0] = 1000.0 + seconds
@@ -669,12 +672,12 @@ def test_resume_restores_random_generators(tmp_path):
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
     def run(rank, world_size):
-        policy = Policy(world_size)
+        policy = SmallPolicy(world_size)
         policy.step()
-        checkpoints(tmp_path).save(Progress(step=1), Waiting(), policy, Prompts())
+        make_checkpoint_manager(tmp_path).save(Progress(step=1), PendingRows(), policy, Prompts())
         uninterrupted = draw()
         draw()
-        restored(checkpoints(tmp_path), policy, Prompts())
+        restore_samples(make_checkpoint_manager(tmp_path), policy, Prompts())
         return uninterrupted, draw()
 
     for uninterrupted, resumed in run_ranks(run, 2):

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 def stored(tmp_path_factory):
     """Return (material, runs, expected results)."""
     folder = tmp_path_factory.mktemp("combinations")
-    made, runs = every.material(folder), every.iterate_runs(every.list_pairs())
+    made, runs = every.make_inputs(folder), every.iterate_runs(every.list_pairs())
     return made, runs, every.expect(made, runs, folder)
 
 
@@ -31,14 +31,14 @@ def stored(tmp_path_factory):
 THIRDS = {"TP2": 1, "PP2": 13, "DP2": 40, "CP2": 26}
 
 
-def third(layout: str) -> list[every.Combination]:
+def select_third(layout: str) -> list[every.Combination]:
     chosen = every.list_pairs()
     drawn = random.Random(THIRDS[layout]).sample(chosen, len(chosen) // 3)
     # Not each cut lets two ranks have parts of one group, and `real` alone compares those.
     return drawn + [combination for combination in chosen if combination[0] == "real" and combination not in drawn]
 
 
-def errors(stored, layout: str, chosen: Collection[Any], tamper=None, **settings) -> every.Errors:
+def measure_errors(stored, layout: str, chosen: Collection[Any], tamper=None, **settings) -> every.Errors:
     made, runs, right = stored
     runs = {combination: (cfg if combination in chosen else None, cut) for combination, (cfg, cut) in runs.items()}
     case = cases.LAYOUTS[layout]
@@ -49,14 +49,14 @@ def errors(stored, layout: str, chosen: Collection[Any], tamper=None, **settings
 
 
 def test_loss_each_pair_of_settings_equals_float64_for_each_batch_split(stored):
-    found = errors(stored, "1", every.list_pairs())
+    found = measure_errors(stored, "1", every.list_pairs())
     assert len(found.loss) > 40 and not found.beyond()
     assert found.kl_in_reward < 1e-5
 
 
 @pytest.mark.parametrize("layout", THIRDS)
 def test_loss_each_setting_equals_float64_in_each_layout(stored, layout):
-    found = errors(stored, layout, third(layout))
+    found = measure_errors(stored, layout, select_third(layout))
     assert len(found.loss) > 20 and not found.beyond()
     assert found.kl_in_reward < 1e-5
 
@@ -71,7 +71,7 @@ def test_every_pair_covers_all_pairs_of_settings_and_all_batch_splits():
     for name, values in every.OTHERS.items():
         assert {getattr(cfg, name) for cfg in drawn if cfg} == set(values), name
     for layout in THIRDS:
-        legal = [combination for combination in third(layout) if every.make_config(combination) is not None]
+        legal = [combination for combination in select_third(layout) if every.make_config(combination) is not None]
         for place, kind in enumerate((every.LOSS_TYPES, every.LEVELS, every.KL_MODES, every.ESTIMATORS)):
             assert {combination[place] for combination in legal} == set(kind), (layout, every.NAMES[place])
 
@@ -98,7 +98,7 @@ def ask_the_policy_for_the_references_log_probs(policy):
     "mistake", [take_each_ranks_own_entropy_threshold, compare_completions_on_one_rank_alone, ask_the_policy_for_the_references_log_probs]
 )
 def test_loss_mutation_is_detected(stored, mistake):
-    assert errors(stored, "DP2", third("DP2"), mistake).beyond(loss=1e-4, gradient=1e-3)
+    assert measure_errors(stored, "DP2", select_third("DP2"), mistake).beyond(loss=1e-4, gradient=1e-3)
 
 
 # ---- a teacher's word on each token ----------------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def with_a_teacher(tmp_path_factory):
     """Return one run of each of these with a teacher, with splits that put rows of a group into one sequence."""
     folder, cut = tmp_path_factory.mktemp("taught"), {"micro_batch_size": 4}
     words = dict(teacher_model_server=("http://teacher:8000",), teacher_kl_coef=0.7, epsilon=0.05)
-    made, runs = every.material(folder), {name: (every.legal(dict(loss_type=name, **words)), cut) for name in TAUGHT}
+    made, runs = every.make_inputs(folder), {name: (every.validate(dict(loss_type=name, **words)), cut) for name in TAUGHT}
     return made, runs, every.expect(made, runs, folder)
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2", "CP2", "PP2"])
 def test_teacher_logprobs_with_shared_prefix_equal_float64(with_a_teacher, layout):
-    found = errors(with_a_teacher, layout, TAUGHT, share_prefix="true")
+    found = measure_errors(with_a_teacher, layout, TAUGHT, share_prefix="true")
     assert found.loss.keys() == set(TAUGHT) and not found.beyond()
 
 
@@ -142,5 +142,5 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_teacher_mutation_is_detected(with_a_teacher, mistake):
-    found = errors(with_a_teacher, "1", TAUGHT, change_what_the_teacher_says(MISTAKES[mistake]))
+    found = measure_errors(with_a_teacher, "1", TAUGHT, change_what_the_teacher_says(MISTAKES[mistake]))
     assert {key[0] for key in found.beyond(gradient=1e-3)} == set(TAUGHT)

@@ -34,10 +34,10 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batches(model_path):
-    return [episodes(model_path)]
+    return [make_episodes(model_path)]
 
 
-def episodes(path) -> list[Sample]:
+def make_episodes(path) -> list[Sample]:
     model, rng = load_tiny(path), np.random.default_rng(3)
     samples: list[Sample] = []
     for number, (opening, rows) in enumerate(EPISODES):
@@ -79,49 +79,49 @@ def test_rows_with_several_contexts_equal_float64_of_separate_contexts(model_pat
     assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
 
 
-def mistakes(samples: list[Sample]) -> dict[str, list[Sample]]:
+def make_mutations(samples: list[Sample]) -> dict[str, list[Sample]]:
     """Yield rows under mutations of masks and contexts."""
-    heard = [dataclasses.replace(one, mask=_from_first_drawn(one)) if one.row != FAILED else one for one in samples]
+    heard = [dataclasses.replace(one, mask=_mask_from_first_sampled(one)) if one.row != FAILED else one for one in samples]
     return {
-        "the environment's words are trained": [_like(one, other) for one, other in zip(heard, samples)],
-        "the mask is one place late": [_like(dataclasses.replace(one, mask=_shifted(one)), one) for one in samples],
+        "the environment's words are trained": [_spread_logprobs(one, other) for one, other in zip(heard, samples)],
+        "the mask is one place late": [_spread_logprobs(dataclasses.replace(one, mask=_shift_mask(one)), one) for one in samples],
         "the last token of a turn is not trained": [
-            _like(dataclasses.replace(one, mask=one.mask & ~_turn_ends(one)), one) for one in samples
+            _spread_logprobs(dataclasses.replace(one, mask=one.mask & ~_mask_turn_ends(one)), one) for one in samples
         ],
         "only the last context is trained": [
-            _like(dataclasses.replace(one, mask=one.mask & (np.arange(len(one.mask)) >= one.starts[-1])), one) for one in samples
+            _spread_logprobs(dataclasses.replace(one, mask=one.mask & (np.arange(len(one.mask)) >= one.starts[-1])), one) for one in samples
         ],
-        "contexts are taken for one": [_like(dataclasses.replace(one, starts=(0,)), one) for one in samples],
+        "contexts are taken for one": [_spread_logprobs(dataclasses.replace(one, starts=(0,)), one) for one in samples],
     }
 
 
-def _from_first_drawn(one: Sample) -> np.ndarray:
+def _mask_from_first_sampled(one: Sample) -> np.ndarray:
     mask = np.zeros(len(one.mask), dtype=bool)
     for begin, end in one.contexts:
         mask[begin + int(np.argmax(one.mask[begin:end])) : end] = True
     return mask
 
 
-def _shifted(one: Sample) -> np.ndarray:
+def _shift_mask(one: Sample) -> np.ndarray:
     mask = np.roll(one.mask, 1)
     mask[list(one.starts)] = False
     return mask
 
 
-def _turn_ends(one: Sample) -> np.ndarray:
+def _mask_turn_ends(one: Sample) -> np.ndarray:
     after = np.append(one.mask[1:], False)
     after[np.array(one.starts[1:], dtype=int) - 1] = False
     return one.mask & ~after
 
 
-def _like(wrong: Sample, right: Sample) -> Sample:
+def _spread_logprobs(wrong: Sample, right: Sample) -> Sample:
     """Return log-probs with zeros where the other mask is false."""
     return dataclasses.replace(wrong, sampler_logprobs=np.where(wrong.mask, right.sampler_logprobs, 0).astype(np.float32))
 
 
 def test_contexts_mutation_changes_the_gradient(model_path, batches, references):
     [right] = batches
-    wrong = mistakes(right)
+    wrong = make_mutations(right)
     runs = {"right": right} | wrong
     key = ("grpo", "1 each")
 

@@ -115,7 +115,7 @@ def prepared(tmp_path_factory):
         path = write_tiny(folder / name.replace("/", " "), family, **{"layers": 4, "vocab": 125, "std": 0.1, **changes})
         sequences = make_sequences(path)
         batches = cases.stored_rollout(path, vocab=125)
-        return path, sequences, wanted(path, sequences), batches, cases.reference(path, cases.settings(), batches)
+        return path, sequences, compute_expected(path, sequences), batches, cases.reference(path, cases.settings(), batches)
 
     return prepare
 
@@ -125,12 +125,12 @@ def make_sequences(path) -> list[list[int]]:
     return [rng.integers(0, 125, length + 1).tolist() for length in LENGTHS]
 
 
-def wanted(path, sequences, dtype: str = "float32") -> list[np.ndarray]:
+def compute_expected(path, sequences, dtype: str = "float32") -> list[np.ndarray]:
     model = load_tiny(path, dtype)
     return [hf_logprobs(model, tokens).numpy() for tokens in sequences]
 
 
-def logprobs_as_loaded(policy, path, sequences):
+def score_as_loaded(policy, path, sequences):
     """Return log-probs of an untrained policy; check that its export equals the checkpoint bit for bit."""
     from megatron_grpo.core.weights.hf_files import HfReader
     from megatron_grpo.core.weights.safetensors_files import stored_names
@@ -143,12 +143,12 @@ def logprobs_as_loaded(policy, path, sequences):
 
 
 def score(rank, world, path, cfg, sequences):
-    return logprobs_as_loaded(cases.build(path, cfg, world), path, sequences)
+    return score_as_loaded(cases.build(path, cfg, world), path, sequences)
 
 
 def score_and_train(rank, world, path, cfg, sequences, batches):
     first = []
-    trained = cases.train(rank, world, path, cfg, batches, lambda policy: first.append(logprobs_as_loaded(policy, path, sequences)))
+    trained = cases.train(rank, world, path, cfg, batches, lambda policy: first.append(score_as_loaded(policy, path, sequences)))
     return first[0], trained
 
 
@@ -197,7 +197,7 @@ def test_family_config_json_is_read_like_transformers(tmp_path):
         file = paths[name] / "config.json"
         config = json.loads(file.read_text()) | changes
         file.write_text(json.dumps({key: value for key, value in config.items() if key not in changes or value is not None}))
-        right[name] = wanted(paths[name], make_sequences(paths[name]), "float64")
+        right[name] = compute_expected(paths[name], make_sequences(paths[name]), "float64")
 
     def body(rank, world):
         parallel = cases.join(cases.settings(), world)
@@ -215,7 +215,7 @@ def test_family_config_json_is_read_like_transformers(tmp_path):
 def test_family_old_rope_scaling_keys_equal_new_ones(tmp_path, rope):
     path = write_tiny(tmp_path, "llama", rope_parameters={"rope_theta": 2e4, **rope}, std=0.1)
     sequences = make_sequences(path)
-    logprobs = wanted(path, sequences)
+    logprobs = compute_expected(path, sequences)
     file = Path(path) / "config.json"
     config = json.loads(file.read_text())
     given = config.pop("rope_parameters")
@@ -230,7 +230,7 @@ def test_family_bfloat16_error_is_that_of_transformers(tmp_path, name):
     family, changes, _ = MODELS[name]
     path = write_tiny(tmp_path, family, layers=4, vocab=125, std=0.1, dtype="bfloat16", **changes)
     sequences = make_sequences(path)
-    exact, theirs = (np.concatenate(wanted(path, sequences, dtype)) for dtype in ("float32", "bfloat16"))
+    exact, theirs = (np.concatenate(compute_expected(path, sequences, dtype)) for dtype in ("float32", "bfloat16"))
     cfg = cases.settings(torch_dtype="bfloat16", tensor_model_parallel_size=2, sequence_parallel=True)
     found, _ = run_ranks(score, 2, path, cfg, sequences)
     # Medians: a token that rounding sends to another expert is far off in both.

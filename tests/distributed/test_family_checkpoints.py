@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.core.metadata import Progress
 from tests import parity_cases as cases
-from tests.distributed.test_checkpoint import Prompts, Waiting, checkpoints, restored
+from tests.distributed.test_checkpoint import PendingRows, Prompts, make_checkpoint_manager, restore_samples
 from tests.offload_cases import LOW
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -22,37 +22,37 @@ MODELS = {
 }
 
 
-def one_step_and_save(rank, world, path, layout, folder, batch):
+def take_step_and_save(rank, world, path, layout, folder, batch):
     policy = cases.build(path, cases.settings(micro_batch_size=2, **layout), world)
     policy.train_step(cases.make_batch(policy, batch, 0))
-    checkpoints(folder).save(Progress(step=1, num_rollouts=1, num_prompts=4, num_tokens=1), Waiting(), policy, Prompts())
-    return exported(policy)
+    make_checkpoint_manager(folder).save(Progress(step=1, num_rollouts=1, num_prompts=4, num_tokens=1), PendingRows(), policy, Prompts())
+    return export_weights(policy)
 
 
 def go_on(rank, world, path, layout, folder, batches):
     policy = cases.build(path, cases.settings(micro_batch_size=2, **layout), world)
-    restored(checkpoints(folder), policy, Prompts())
-    before = exported(policy)
+    restore_samples(make_checkpoint_manager(folder), policy, Prompts())
+    before = export_weights(policy)
     policy.train_step(cases.make_batch(policy, batches[1], 1))
-    return before, exported(policy)
+    return before, export_weights(policy)
 
 
 def take_a_step(rank, world, path, layout, folder, batches, first, last):
     """Take the steps from `first` to `last` after a resume from the checkpoint before them; save the first of them."""
     policy = cases.build(path, cases.settings(micro_batch_size=2, **layout), world)
     if first:
-        restored(checkpoints(folder), policy, Prompts())
-    found = [exported(policy)]
+        restore_samples(make_checkpoint_manager(folder), policy, Prompts())
+    found = [export_weights(policy)]
     for step in range(first, last + 1):
         policy.train_step(cases.make_batch(policy, batches[step], step))
-        found.append(exported(policy))
+        found.append(export_weights(policy))
         if step == first:
             progress = Progress(step=step + 1, num_rollouts=1, num_prompts=4, num_tokens=1)
-            checkpoints(folder).save(progress, Waiting(), policy, Prompts())
+            make_checkpoint_manager(folder).save(progress, PendingRows(), policy, Prompts())
     return found
 
 
-def exported(policy):
+def export_weights(policy):
     return {name: tensor.detach().float().numpy().copy() for name, tensor in policy.named_weights()}
 
 
@@ -63,7 +63,7 @@ def test_family_resume_in_another_layout_equals_uninterrupted_run(tmp_path, fami
     batches = cases.stored_rollout(path, num_steps=2, vocab=125)
     want = cases.reference(path, cases.settings(), batches)
     layouts = [cases.LAYOUTS[name] for name in (first, second)]
-    saved = run_ranks(one_step_and_save, layouts[0].world_size, path, layouts[0].settings, tmp_path, batches[0])[0]
+    saved = run_ranks(take_step_and_save, layouts[0].world_size, path, layouts[0].settings, tmp_path, batches[0])[0]
     for before, after in run_ranks(go_on, layouts[1].world_size, path, layouts[1].settings, tmp_path, batches):
         assert before.keys() == saved.keys() == after.keys() == want.weights.keys()
         for name, value in saved.items():
@@ -89,14 +89,14 @@ def test_hybrid_resume_in_another_layout_and_back_is_exact(tmp_path, dtype, more
     for layout, first, last in (("TP2", 0, 1), ("TP2", 1, 1), ("CP2", 2, 2), ("TP2", 3, 3)):
         settings = cases.LAYOUTS[layout].settings | {"torch_dtype": dtype, **more}
         ranks = run_ranks(take_a_step, 2, path, settings, tmp_path, batches, first, last)
-        assert all(same(found[0], left) for found in ranks)
+        assert all(assert_equal(found[0], left) for found in ranks)
         if (first, last) == (1, 1):
-            assert all(same(found[1], uninterrupted) for found in ranks)
+            assert all(assert_equal(found[1], uninterrupted) for found in ranks)
         left, uninterrupted = ranks[0][1], ranks[0][-1]
     if dtype == "float32":
         want = cases.reference(path, cases.settings(), batches).weights
         assert {name for name in want if np.linalg.norm(left[name] - want[name]) > 1e-5 * np.linalg.norm(want[name])} == set()
 
 
-def same(weights, others) -> bool:
+def assert_equal(weights, others) -> bool:
     return weights.keys() == others.keys() and all(np.array_equal(weights[name], others[name]) for name in weights)

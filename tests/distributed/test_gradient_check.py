@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import parity_cases as cases
-from tests.distributed.test_train_step import get_weights, is_same, optimizer_state
+from tests.distributed.test_train_step import get_weights, is_same, read_optimizer_state
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -59,7 +59,7 @@ def batches(models):
 
 
 @contextlib.contextmanager
-def spoilt(policy, rank: int, spoil, *, micro_batch: int = BAD_MICRO_BATCH, once: bool = False):
+def spoil_gradient(policy, rank: int, spoil, *, micro_batch: int = BAD_MICRO_BATCH, once: bool = False):
     """Replace the gradient of the last layer's output for one micro-batch on one rank by `spoil` of it. Yields what was replaced."""
     chunk, done, number = policy.chunks[-1], [], []
 
@@ -80,11 +80,11 @@ def spoilt(policy, rank: int, spoil, *, micro_batch: int = BAD_MICRO_BATCH, once
         handle.remove()
 
 
-def nothing_moved(policy, act) -> tuple:
+def is_unchanged(policy, act) -> tuple:
     """Return the result of `act`, whether weights and optimizer are unchanged, and by how much the schedule has advanced."""
-    weights, moments, steps = get_weights(policy), optimizer_state(policy), policy.scheduler.num_steps
+    weights, moments, steps = get_weights(policy), read_optimizer_state(policy), policy.scheduler.num_steps
     found = act()
-    same = is_same(weights, get_weights(policy)) and all(map(torch.equal, moments, optimizer_state(policy)))
+    same = is_same(weights, get_weights(policy)) and all(map(torch.equal, moments, read_optimizer_state(policy)))
     return found, same and bool(moments), policy.scheduler.num_steps - steps
 
 
@@ -106,8 +106,8 @@ def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(mod
             for one in (policy, other):
                 assert one.train_step(cases.make_batch(one, first, 0)).skipped_step is None
             batch = cases.make_batch(policy, second, 1)
-            with spoilt(policy, BAD_RANK, is_no_number) as done:
-                trained, same, scheduled = nothing_moved(policy, lambda: policy.train_step(batch))  # noqa: B023 - called at once
+            with spoil_gradient(policy, BAD_RANK, is_no_number) as done:
+                trained, same, scheduled = is_unchanged(policy, lambda: policy.train_step(batch))  # noqa: B023 - called at once
             assert len(done) >= 1 or rank != BAD_RANK, "the hook ran"
             assert same and scheduled == 1 and trained.logprobs == {}
             assert trained.metrics["grad_norm"] == math.inf and trained.metrics["skipped_iterations"] == 1
@@ -117,7 +117,7 @@ def test_gradient_check_bad_gradient_on_one_rank_skips_the_step_on_all_ranks(mod
                 assert after.skipped is None
             if not settings.get("lora_dropout"):
                 assert is_same(get_weights(policy), get_weights(other))
-                assert all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
+                assert all(map(torch.equal, read_optimizer_state(policy), read_optimizer_state(other)))
             assert (policy.skips.total, policy.skips.in_a_row) == (1, 0)
             rows = batch.micro_batches[BAD_MICRO_BATCH].rows if parallel.dp_rank == (BAD_RANK if parallel.dp_size > 1 else 0) else None
             found.append((trained.skipped_step, rows))
@@ -166,12 +166,12 @@ def test_gradient_check_names_rows_with_nan_and_the_size_of_spikes(models, batch
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world, policy.parallel)
         usual = policy.train_step(cases.make_batch(policy, first, 0)).metrics["grad_norm"]
         policy.gradient_check = GradNormSpikeCheck(max_norm=10 * usual)
-        with spoilt(policy, BAD_RANK, lambda gradient: 1e6 * gradient):
-            trained, same, _ = nothing_moved(policy, lambda: policy.train_step(cases.make_batch(policy, second, 1)))
+        with spoil_gradient(policy, BAD_RANK, lambda gradient: 1e6 * gradient):
+            trained, same, _ = is_unchanged(policy, lambda: policy.train_step(cases.make_batch(policy, second, 1)))
         assert same and 10 * usual < trained.metrics["grad_norm"] < math.inf
         found.append((trained.skipped_step, None))
 
-        with spoilt(policy, BAD_RANK, is_no_number, once=True):
+        with spoil_gradient(policy, BAD_RANK, is_no_number, once=True):
             found.append((policy.train_step(cases.make_batch(policy, second, 1)).skipped_step, None))
         return found
 
@@ -259,11 +259,14 @@ def test_gradient_check_offload_after_refused_step_restores_the_policy(models, b
                 is_spoilt = one is policy and step == 1
                 if one is other and step == 1:
                     continue
-                with one.on_device("all"), spoilt(one, BAD_RANK if is_spoilt else -1, is_no_number):
+                with one.on_device("all"), spoil_gradient(one, BAD_RANK if is_spoilt else -1, is_no_number):
                     refused.append(one.train_step(cases.make_batch(one, samples, min(step, 1))).skipped_step is not None)
                 one.free_memory()
         with policy.on_device("all"):
-            same = is_same(get_weights(policy), get_weights(other)), all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
+            same = (
+                is_same(get_weights(policy), get_weights(other)),
+                all(map(torch.equal, read_optimizer_state(policy), read_optimizer_state(other))),
+            )
         return refused, *same
 
     assert run_ranks(body, 2, timeout=120) == [([False, True, False, False, False], True, True)] * 2

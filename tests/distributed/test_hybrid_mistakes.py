@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests import parity_cases as cases
-from tests.distributed.test_families import wanted
+from tests.distributed.test_families import compute_expected
 from tests.mistakes import mistake
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -90,7 +90,7 @@ def test_hybrid_layer_mutation_changes_logprobs(made):
                 found[name] = cases.score_tokens(cases.build(path, cases.settings(), world, parallel), sequences)
         return found
 
-    [found], right = run_ranks(body, 1), np.concatenate(wanted(path, sequences))
+    [found], right = run_ranks(body, 1), np.concatenate(compute_expected(path, sequences))
     apart = {name: float(np.abs(np.concatenate(logprobs) - right).max()) for name, logprobs in found.items()}
     assert apart.pop("none") < 5e-6
     assert {name: far for name, far in apart.items() if not far > 2e-5} == {}

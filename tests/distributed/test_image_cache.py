@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from tests.distributed.test_checkpoint import Policy, Waiting, checkpoints, pending_samples
+from tests.distributed.test_checkpoint import PendingRows, SmallPolicy, make_checkpoint_manager, make_pending_samples
 from tests.ranks import run_ranks
 from tests.seeing import as_bytes, picture
 from tests.unit.data.test_images import EYES, SmallTokenizer, make_image_row
@@ -32,14 +32,14 @@ def test_resume_restores_images_of_pending_rows(tmp_path):
         prompts = drawn.take(13)
         samples = [
             replace(sample, prompt_number=number, images=prompts[number].images)
-            for sample, number in zip(pending_samples(), (2, 11, 7), strict=True)
+            for sample, number in zip(make_pending_samples(), (2, 11, 7), strict=True)
         ]
-        policy, keeper = Policy(1), checkpoints(tmp_path / "run")
-        keeper.save(Progress(step=1, num_rollouts=1, num_prompts=13, num_tokens=1), Waiting(samples), policy, drawn)
+        policy, keeper = SmallPolicy(1), make_checkpoint_manager(tmp_path / "run")
+        keeper.save(Progress(step=1, num_rollouts=1, num_prompts=13, num_tokens=1), PendingRows(samples), policy, drawn)
         keeper.finish()
-        again, fresh = checkpoints(tmp_path / "run"), stream()
+        again, fresh = make_checkpoint_manager(tmp_path / "run"), stream()
         again.choose()
-        _, waiting = again.restore(policy, fresh, Waiting())
+        _, waiting = again.restore(policy, fresh, PendingRows())
         assert fresh.taken == 13
         return described(samples), described(waiting.samples)
 

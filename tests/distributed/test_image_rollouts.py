@@ -33,7 +33,7 @@ def written(at, kind):
     return at
 
 
-def opened(folder, **settings):
+def open_rows(folder, **settings):
     from megatron_grpo.run.config.settings import DataConfig
     from megatron_grpo.run.data.chat import load_tokenizer
     from megatron_grpo.run.data.prompts import open_stream
@@ -44,7 +44,7 @@ def opened(folder, **settings):
     return open_stream(cfg, load_tokenizer(str(folder / "model")), seed=0, image_spec=image_spec), image_spec
 
 
-def started(folder, image_spec):
+def start_engine(folder, image_spec):
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.settings import RolloutConfig
 
@@ -61,7 +61,7 @@ def load(folder):
     return model.eval()
 
 
-def copied(named, model):
+def copy_tensors(named, model):
     """Copy tensors by their names in files into transformers' model; return the model's names that none of them has."""
     import torch
 
@@ -76,7 +76,7 @@ def copied(named, model):
     return left
 
 
-def shaken(named):
+def change_weights(named):
     import torch
 
     torch.manual_seed(1)
@@ -108,15 +108,15 @@ def told(folder):
         from megatron_grpo.core.rollout.engine import SamplingSettings
         from megatron_grpo.core.weights.buckets import WeightUpdate
 
-        stream, image_spec = opened(folder)
+        stream, image_spec = open_rows(folder)
         prompts = stream.take(4)
-        engine, model = started(folder, image_spec), load(folder)
+        engine, model = start_engine(folder, image_spec), load(folder)
         named = load_file(folder / "model" / "model.safetensors")
-        moved = shaken(named)
+        moved = change_weights(named)
 
         def push(tensors, version, *, tower):
             engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
-            copied(tensors, model)
+            copy_tensors(tensors, model)
 
         found = {"as loaded": worst(model, engine, prompts), "warm": worst(model, engine, prompts, seed=1)}
         push({name: tensor for name, tensor in moved.items() if not name.startswith("visual.")}, 1, tower=False)
@@ -125,7 +125,7 @@ def told(folder):
         found["everything"] = worst(model, engine, prompts, seed=3)
         push(moved, 3, tower=True)
         found["by the table"] = worst(model, engine, prompts, seed=4)
-        copied(named, model)
+        copy_tensors(named, model)
         found["another model"] = worst(model, engine, prompts, seed=5)
         forget, engine._clear_image_cache = engine._clear_image_cache, lambda: None
         push(named, 4, tower=True)
@@ -135,14 +135,14 @@ def told(folder):
         found["forgotten"] = worst(model, engine, prompts, seed=7)
         return found | {
             "sizes": [len(prompt.token_ids) for prompt in prompts],
-            "traps": traps(engine, model, folder, prompts, SamplingSettings(n=1, max_completion_length=4)),
+            "traps": apply_mutations(engine, model, folder, prompts, SamplingSettings(n=1, max_completion_length=4)),
         }
 
     [found] = run_ranks(body, 1)
     return found
 
 
-def traps(engine, model, folder, prompts, sampling):
+def apply_mutations(engine, model, folder, prompts, sampling):
     """Return the result of each mutation: an error message, or a difference in nats."""
     from megatron_grpo.core.base.errors import RunError
     from megatron_grpo.core.images import ImageProcessorSpec
@@ -156,7 +156,7 @@ def traps(engine, model, folder, prompts, sampling):
     except RunError as error:
         found["long ids"] = str(error)
     vllm_requests.make_vllm_prompt = asked
-    smaller, _ = opened(folder, max_pixels=784 * 16)  # the engine was started without
+    smaller, _ = open_rows(folder, max_pixels=784 * 16)  # the engine was started without
     try:
         engine.generate(smaller.take(4)[3:], sampling, seed=0)
     except RunError as error:
@@ -194,11 +194,11 @@ def test_image_logprobs_of_other_families_equal_transformers_before_and_after_a_
 
         from megatron_grpo.core.weights.buckets import WeightUpdate
 
-        stream, image_spec = opened(tmp_path)
+        stream, image_spec = open_rows(tmp_path)
         prompts = stream.take(4)
-        engine, model = started(tmp_path, image_spec), load(tmp_path)
+        engine, model = start_engine(tmp_path, image_spec), load(tmp_path)
         found = {"as loaded": worst(model, engine, prompts)}
-        moved = shaken(load_file(tmp_path / "model" / "model.safetensors"))
+        moved = change_weights(load_file(tmp_path / "model" / "model.safetensors"))
         engine.load_weights(WeightUpdate(kind="weights", version=1, tensors=iter(moved.items()), moves_tower=True))
         found["another model"] = worst(model, engine, prompts, seed=1)
         save_file(moved, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tests.distributed.test_image_rollouts import MOST, folder, load, opened, worst  # noqa: F401 - a fixture
+from tests.distributed.test_image_rollouts import MOST, folder, load, open_rows, worst  # noqa: F401 - a fixture
 from tests.ranks import run_ranks
 from tests.servers import ASKS, Server
 
@@ -46,7 +46,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
 
     folder = Path(folder)
     start(Layout(world_size=1), seed=0)
-    stream, image_spec = opened(folder)
+    stream, image_spec = open_rows(folder)
     prompts, model = stream.take(4), load(folder)
     rollout = RolloutConfig(vllm_mode="server", vllm_server_host=[f"@{address_file}"], vllm_server_timeout=60.0, max_completion_length=64)
     inputs = SimpleNamespace(
@@ -95,7 +95,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
             for name, tensor in mine.items():
                 tensor.copy_(moved[name.replace("model.language_model.", "model.").replace("model.visual", "visual")])
         told["tower moved"] = worst(model, engine, prompts, seed=3)
-        engine._image_spec = opened(folder, max_pixels=784 * 16)[1]
+        engine._image_spec = open_rows(folder, max_pixels=784 * 16)[1]
         try:
             engine.generate(prompts[3:], SamplingSettings(n=1, max_completion_length=4), seed=4)
         except RunError as error:

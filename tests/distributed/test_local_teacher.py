@@ -70,7 +70,7 @@ def expected(path, samples) -> list[np.ndarray]:
     return found
 
 
-def scored(rank: int, world: int, models, samples, settings: dict, teachers: tuple[str, ...], more: list[dict]) -> dict:
+def score_rows(rank: int, world: int, models, samples, settings: dict, teachers: tuple[str, ...], more: list[dict]) -> dict:
     """Return {(teacher, index in `more`): {row: log-probs}} of the rows of this rank. For `run_ranks`."""
     from dataclasses import replace
 
@@ -109,7 +109,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
 def test_local_teacher_logprobs_equal_transformers_in_each_layout(models, samples, layout):
     case, teachers = LAYOUTS[layout]
     ways = [{}, {"offload_teacher_model": True, "share_prefix": "true", "max_tokens_per_micro_batch": 64}]
-    by_rank = run_ranks(scored, case.world_size, models, samples, case.settings, teachers, ways)
+    by_rank = run_ranks(score_rows, case.world_size, models, samples, case.settings, teachers, ways)
     for name in teachers:
         right = dict(zip([sample.key for sample in samples], expected(models[name], samples), strict=True))
         for way in range(len(ways)):

@@ -31,18 +31,18 @@ def sequences():
     return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
 
 
-def scores(rank, world, path, cfg, sequences):
+def score(rank, world, path, cfg, sequences):
     """Return log-probs with the micro-batches of a run, after a check that many smaller ones give the same."""
     policy = cases.build(path, cfg, world)
-    few, in_few = passes(policy, sequences)
+    few, in_few = iterate_passes(policy, sequences)
     policy.scorer.cut = dataclasses.replace(policy.cut, scored_tokens=1)
-    many, in_many = passes(policy, sequences)
+    many, in_many = iterate_passes(policy, sequences)
     assert few <= many and (cfg.batch.max_tokens_per_micro_batch or few == policy.cut.multiple < many)
     assert max(np.abs(a - b).max() for a, b in zip(in_few, in_many, strict=True)) < 2e-6
     return in_few
 
 
-def passes(policy, sequences):
+def iterate_passes(policy, sequences):
     """Yield (micro-batches, log-probs) of a scoring."""
     seen = []
     hook = policy.chunks[0].register_forward_pre_hook(lambda *arguments: seen.append(1))
@@ -55,7 +55,7 @@ def assert_transformers_agrees(path, sequences, layout):
     model = load_tiny(path)
     wanted = [hf_logprobs(model, tokens).numpy() for tokens in sequences]
     cfg = cases.settings(micro_batch_size=2, **layout.settings)
-    for found in run_ranks(scores, layout.world_size, path, cfg, sequences):
+    for found in run_ranks(score, layout.world_size, path, cfg, sequences):
         assert max(np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)) < 1e-5
 
 

@@ -127,36 +127,36 @@ def _matrices(policy):
         yield linear, *((linear.lora_a, linear.lora_b) if linear.lora_place.is_column else (linear.lora_b, linear.lora_a))  # shared, cut
 
 
-def _in_optimizer(policy):
+def _change_optimizer_marks(policy):
     """Change marks of parameters where distributed optimizers hold copies of them."""
     return [p for group in policy.optimizer.param_groups for p in group["params"]]
 
 
-def no_sequence_parallel_mark(policy, patch):
+def drop_sequence_parallel_mark(policy, patch):
     for _, shared, _ in _matrices(policy):
         shared.sequence_parallel = False
 
 
-def sequence_parallel_mark_in_experts(policy, patch):
+def mark_experts_sequence_parallel(policy, patch):
     for linear, shared, _ in _matrices(policy):
         shared.sequence_parallel = linear.lora_place.sequence_parallel
 
 
-def cut_matrices_unmarked(policy, patch):
-    for parameter in _in_optimizer(policy):
+def unmark_split_matrices(policy, patch):
+    for parameter in _change_optimizer_marks(policy):
         parameter.tensor_model_parallel = False
 
 
-def whole_matrices_marked(policy, patch):
-    for parameter in _in_optimizer(policy):
+def mark_whole_matrices(policy, patch):
+    for parameter in _change_optimizer_marks(policy):
         parameter.tensor_model_parallel = True
 
 
-def no_sum_over_ranks(policy, patch):
+def skip_sum_over_ranks(policy, patch):
     patch(lora, "copy_to_ranks", lambda x, group: x)
 
 
-def megatron_s_own_copy(policy, patch):
+def copy_like_megatron(policy, patch):
     """Mutation: use Megatron-Core 0.16.1's copy, which loses the sum if the gradient is not contiguous."""
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
@@ -176,74 +176,74 @@ class _Transposed(torch.autograd.Function):
         return grad.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def no_reduction_of_the_inner_activation(policy, patch):
+def skip_inner_reduction(policy, patch):
     patch(lora, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
 
 
-def gathered_with_a_split_gradient(policy, patch):
+def gather_with_split_gradient(policy, patch):
     real = lora.gather_from_sequence_parallel_region
     patch(lora, "gather_from_sequence_parallel_region",
           lambda x, tensor_parallel_output_grad, group: real(x, tensor_parallel_output_grad=False, group=group))  # fmt: skip
 
 
-def embedding_without_gradient(policy, patch):
+def detach_embedding(policy, patch):
     for chunk in policy.chunks:
         if chunk.pre_process:
             chunk.embedding._forward_hooks.clear()
 
 
-def gate_and_up_swapped(policy, patch):
+def swap_gate_and_up(policy, patch):
     for linear in policy.adapters.linears.values():
         if linear.lora_place.is_gated:
             linear.lora_part = linear.lora_part.flip(1)
 
 
-def queries_keys_and_values_in_blocks(policy, patch):
+def split_qkv_in_blocks(policy, patch):
     for linear in policy.adapters.linears.values():
         if linear.lora_part is not None and linear.lora_part.shape[1] == 3:
             rows = linear.lora_part.argmax(1).sort().values
             linear.lora_part = torch.nn.functional.one_hot(rows, 3).to(linear.weight)
 
 
-def expert_copies_counted(policy, patch):
+def count_expert_copies(policy, patch):
     for linear, shared, _ in _matrices(policy):
         if linear.lora_place.is_expert:
-            for parameter in [shared, *_in_optimizer(policy)]:
+            for parameter in [shared, *_change_optimizer_marks(policy)]:
                 parameter.shared = False
 
 
 # layout -> (mistake, model, targets, settings, what shows it)
 MISTAKES = {
     "1": [
-        (gate_and_up_swapped, "dense", "odd", {}, "gradient"),
-        (queries_keys_and_values_in_blocks, "dense", "odd", {}, "gradient"),
-        (embedding_without_gradient, "dense", "odd", FULL, "gradient"),
-        (embedding_without_gradient, "dense", "odd", BLOCK, "gradient"),
-        (embedding_without_gradient, "dense", "mlp", SELECTIVE, "gradient"),
+        (swap_gate_and_up, "dense", "odd", {}, "gradient"),
+        (split_qkv_in_blocks, "dense", "odd", {}, "gradient"),
+        (detach_embedding, "dense", "odd", FULL, "gradient"),
+        (detach_embedding, "dense", "odd", BLOCK, "gradient"),
+        (detach_embedding, "dense", "mlp", SELECTIVE, "gradient"),
     ],
     "TP2": [
-        (cut_matrices_unmarked, "dense", "odd", {}, "grad_norm"),
-        (whole_matrices_marked, "dense", "odd", {}, "grad_norm"),
-        (no_sum_over_ranks, "dense", "odd", {}, "gradient"),
-        (megatron_s_own_copy, "dense", "odd", {}, "gradient"),
-        (no_reduction_of_the_inner_activation, "dense", "odd", {}, "gradient"),
+        (unmark_split_matrices, "dense", "odd", {}, "grad_norm"),
+        (mark_whole_matrices, "dense", "odd", {}, "grad_norm"),
+        (skip_sum_over_ranks, "dense", "odd", {}, "gradient"),
+        (copy_like_megatron, "dense", "odd", {}, "gradient"),
+        (skip_inner_reduction, "dense", "odd", {}, "gradient"),
     ],
     "TP2 SP": [
-        (no_sequence_parallel_mark, "dense", "odd", {}, "gradient"),
-        (gathered_with_a_split_gradient, "dense", "odd", {}, "gradient"),
+        (drop_sequence_parallel_mark, "dense", "odd", {}, "gradient"),
+        (gather_with_split_gradient, "dense", "odd", {}, "gradient"),
     ],
-    "PP2": [(embedding_without_gradient, "dense", "odd", FULL, "gradient")],
+    "PP2": [(detach_embedding, "dense", "odd", FULL, "gradient")],
     "TP2 ETP1": [
-        (sequence_parallel_mark_in_experts, "MoE", "odd", {}, "gradient"),
-        (whole_matrices_marked, "MoE", "odd", {}, "grad_norm"),
+        (mark_experts_sequence_parallel, "MoE", "odd", {}, "gradient"),
+        (mark_whole_matrices, "MoE", "odd", {}, "grad_norm"),
     ],
-    "TP2 ETP2": [(no_sum_over_ranks, "MoE", "mlp", {}, "gradient")],
-    "DP2 ETP2": [(expert_copies_counted, "MoE", "mlp", {}, "grad_norm")],
+    "TP2 ETP2": [(skip_sum_over_ranks, "MoE", "mlp", {}, "gradient")],
+    "DP2 ETP2": [(count_expert_copies, "MoE", "mlp", {}, "grad_norm")],
 }
 
 
 # What megatron-core 0.19 does right by itself: gradients that are not contiguous, and copies of experts in the norm.
-MENDED = () if Version(megatron.core.__version__) < Version("0.19") else (megatron_s_own_copy, expert_copies_counted)
+MENDED = () if Version(megatron.core.__version__) < Version("0.19") else (copy_like_megatron, count_expert_copies)
 
 
 @pytest.mark.parametrize("layout", MISTAKES)

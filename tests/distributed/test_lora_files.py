@@ -33,7 +33,7 @@ def model(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("model") / "dense", **cases.MODELS["dense"])
 
 
-def by_peft(model: Path, out: Path, **config) -> Path:
+def write_peft_adapter(model: Path, out: Path, **config) -> Path:
     """Return an adapter directory that PEFT has written, with random matrices."""
     from peft import LoraConfig, get_peft_model
 
@@ -59,11 +59,11 @@ def loaded(model: Path, adapter: Path):
     return PeftModel.from_pretrained(load_tiny(model), str(adapter)).eval()
 
 
-def worst(one, other) -> float:
+def find_worst_error(one, other) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
 
 
-def use(rank, world, model, cfg, adapters, out):
+def export_adapters(rank, world, model, cfg, adapters, out):
     """Return log-probs with each adapter; export it and the merged model."""
     from megatron_grpo.run.export import export_model
     from megatron_grpo.run.metrics.model_card import ModelCard
@@ -80,17 +80,17 @@ def use(rank, world, model, cfg, adapters, out):
 
 @pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2 VPP2"])
 def test_peft_adapters_load_and_export_exactly(model, tmp_path, layout):
-    adapters = {kind: by_peft(model, tmp_path / "in" / kind, **config) for kind, config in KINDS.items()}
+    adapters = {kind: write_peft_adapter(model, tmp_path / "in" / kind, **config) for kind, config in KINDS.items()}
     case = cases.LAYOUTS[layout]
-    found = run_ranks(use, case.world_size, model, cases.settings(**case.settings), adapters, tmp_path / "out", timeout=200)[0]
+    found = run_ranks(export_adapters, case.world_size, model, cases.settings(**case.settings), adapters, tmp_path / "out", timeout=200)[0]
     for kind, adapter in adapters.items():
         right = loaded(model, adapter)
-        assert worst(compute_logprobs(right), found[kind]) < 2e-5, kind
-        assert worst(compute_logprobs(load_tiny(model)), found[kind]) > 0.05, "the adapter says nothing"
+        assert find_worst_error(compute_logprobs(right), found[kind]) < 2e-5, kind
+        assert find_worst_error(compute_logprobs(load_tiny(model)), found[kind]) > 0.05, "the adapter says nothing"
         out = tmp_path / "out" / kind
         before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, out))
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-        assert worst(compute_logprobs(right), compute_logprobs(loaded(model, out))) == 0
+        assert find_worst_error(compute_logprobs(right), compute_logprobs(loaded(model, out))) == 0
         merged = load_file(tmp_path / "out" / f"{kind}_merged" / "model.safetensors")
         for name, tensor in right.merge_and_unload().state_dict().items():
             assert name not in merged or torch.allclose(tensor, merged[name], atol=1e-6), name
@@ -99,18 +99,20 @@ def test_peft_adapters_load_and_export_exactly(model, tmp_path, layout):
 def test_exported_adapters_load_in_transformers_and_peft_without_the_base_name(model, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
-    adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
+    adapter = write_peft_adapter(model, tmp_path / "in", **KINDS["patterns"])
     cfg = cases.settings(model=str(model))
-    run_ranks(use, 1, model, cfg, {"one": adapter}, tmp_path / "out")
+    run_ranks(export_adapters, 1, model, cfg, {"one": adapter}, tmp_path / "out")
     written = tmp_path / "out" / "one"
     assert json.loads((written / "base_model.json").read_text())["fingerprint"].startswith("qwen3 ")
     assert (
-        worst(compute_logprobs(AutoPeftModelForCausalLM.from_pretrained(str(written)).eval()), compute_logprobs(loaded(model, adapter)))
+        find_worst_error(
+            compute_logprobs(AutoPeftModelForCausalLM.from_pretrained(str(written)).eval()), compute_logprobs(loaded(model, adapter))
+        )
         < 1e-5
     )  # attention is computed otherwise
     plain = load_tiny(model)
     plain.load_adapter(str(written))
-    assert worst(compute_logprobs(plain), compute_logprobs(loaded(model, adapter))) < 1e-6
+    assert find_worst_error(compute_logprobs(plain), compute_logprobs(loaded(model, adapter))) < 1e-6
 
 
 ATTENTION = dict(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], rank_pattern={"v_proj": 2})
@@ -125,22 +127,22 @@ def test_peft_adapters_of_other_families_load_and_export_exactly(tmp_path, name,
     path, config = write_tiny(tmp_path / "model", **cases.FAMILIES[name]), ATTENTION
     if name not in cases.WITH_EXPERTS:
         config = config | dict(target_modules="all-linear")
-    adapter, case = by_peft(path, tmp_path / "in", **config), cases.LAYOUTS[layout]
-    found = run_ranks(use, case.world_size, path, cases.settings(**case.settings), {"one": adapter}, tmp_path / "out")[0]["one"]
-    assert worst(compute_logprobs(loaded(path, adapter)), found) < 2e-5
-    assert worst(compute_logprobs(load_tiny(path)), found) > 0.02, "the adapter says nothing"
+    adapter, case = write_peft_adapter(path, tmp_path / "in", **config), cases.LAYOUTS[layout]
+    found = run_ranks(export_adapters, case.world_size, path, cases.settings(**case.settings), {"one": adapter}, tmp_path / "out")[0]["one"]
+    assert find_worst_error(compute_logprobs(loaded(path, adapter)), found) < 2e-5
+    assert find_worst_error(compute_logprobs(load_tiny(path)), found) > 0.02, "the adapter says nothing"
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "out" / "one"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    assert worst(compute_logprobs(loaded(path, tmp_path / "out" / "one")), compute_logprobs(loaded(path, adapter))) == 0
+    assert find_worst_error(compute_logprobs(loaded(path, tmp_path / "out" / "one")), compute_logprobs(loaded(path, adapter))) == 0
     merged = load_tiny(tmp_path / "out" / "one_merged")
-    assert worst(compute_logprobs(merged), found) < 2e-5
+    assert find_worst_error(compute_logprobs(merged), found) < 2e-5
 
 
 def test_merged_files_equal_the_merged_policy(model, tmp_path):
     from megatron_grpo.run.export import merge_adapter
 
-    adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
-    run_ranks(use, 1, model, cases.settings(), {"one": adapter}, tmp_path / "out")
+    adapter = write_peft_adapter(model, tmp_path / "in", **KINDS["patterns"])
+    run_ranks(export_adapters, 1, model, cases.settings(), {"one": adapter}, tmp_path / "out")
     merge_adapter(model, adapter, tmp_path / "merged")
     ours, policy = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tmp_path / "out" / "one_merged"))
     assert ours.keys() == policy.keys() and all(torch.allclose(ours[name], policy[name], atol=1e-7) for name in ours)
@@ -149,7 +151,7 @@ def test_merged_files_equal_the_merged_policy(model, tmp_path):
 def test_adapter_of_another_base_is_an_error(model, tmp_path):
     from megatron_grpo.run.export import merge_adapter
 
-    run_ranks(use, 1, model, cases.settings(), {"one": by_peft(model, tmp_path / "in", r=2)}, tmp_path / "out")
+    run_ranks(export_adapters, 1, model, cases.settings(), {"one": write_peft_adapter(model, tmp_path / "in", r=2)}, tmp_path / "out")
     other = write_tiny(tmp_path / "other", **cases.MODELS["dense"], seed=1)
     with pytest.raises(ConfigError, match="was trained with another model"):
         merge_adapter(other, tmp_path / "out" / "one", tmp_path / "merged")
@@ -215,7 +217,7 @@ def references(rank, world, model, cfg):
 def test_lora_reference_is_the_initial_policy_unless_another_is_named(model, tmp_path, layout):
     case = cases.LAYOUTS[layout]
     start = lora_cases.write_random_adapter(model, tmp_path / "start")
-    sft = by_peft(model, tmp_path / "sft", **KINDS["all-linear, rslora"])
+    sft = write_peft_adapter(model, tmp_path / "sft", **KINDS["all-linear, rslora"])
     base = cases.settings(tuner_type="lora", beta=0.1, target_modules=["q_proj", "down_proj"], **case.settings)
     wanted = {
         None: load_tiny(model),  # a fresh adapter: the model without it
@@ -225,8 +227,8 @@ def test_lora_reference_is_the_initial_policy_unless_another_is_named(model, tmp
     for given, right in wanted.items():
         cfg = base.with_values({given[0]: str(given[1])}) if given else base
         for first, again in run_ranks(references, case.world_size, model, cfg):
-            assert worst(first, again) == 0
-            assert worst(first, compute_logprobs(right)) < 2e-5, given
+            assert find_worst_error(first, again) == 0
+            assert find_worst_error(first, compute_logprobs(right)) < 2e-5, given
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def list_names(rank, world, directory):
     return [part.key for part in load_sharded_metadata(str(directory)).values()]
 
 
-def third_step(rank, world, model, cfg, batches, directory):
+def take_third_step(rank, world, model, cfg, batches, directory):
     """Take the third step after a resume with a newly drawn adapter: all of its state must come from the files."""
     from megatron_grpo.run.checkpoint.distributed import read_sharded
 
@@ -276,6 +278,6 @@ def test_lora_checkpoint_holds_only_adapters_and_resumes_in_each_layout(tmp_path
     held = run_ranks(list_names, 1, directory)[0]
     assert held and all(".lora_" in name for name in held), [name for name in held if ".lora_" not in name]
     for layout in resumed:
-        for found in run_ranks(third_step, cases.LAYOUTS[layout].world_size, model, settings(layout), batches, directory):
+        for found in run_ranks(take_third_step, cases.LAYOUTS[layout].world_size, model, settings(layout), batches, directory):
             error, name = cases._worst(found, right)
             assert error < 5e-6, (layout, name)  # layouts round by themselves

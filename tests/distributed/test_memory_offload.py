@@ -13,7 +13,7 @@ from tests import offload_cases
 from tests.ranks import run_ranks
 
 
-def parameters_leave_the_flat_buffer(policy, trip):
+def move_module_to_cpu(policy, trip):
     """Mutation: `module.to("cpu")` and back."""
     trip()
     for chunk in policy.chunks:
@@ -21,26 +21,26 @@ def parameters_leave_the_flat_buffer(policy, trip):
             parameter.data = parameter.data.clone()
 
 
-def gradients_get_another_buffer(policy, trip):
+def replace_gradient_buffers(policy, trip):
     trip()
     for wrapped in policy.wrapped:
         for buffer in wrapped.buffers:
             buffer.grad_data = buffer.grad_data.clone()
 
 
-def moments_are_lost(policy, trip):
+def drop_moments(policy, trip):
     trip()
     for state in policy.optimizer.chained_optimizers[0].optimizer.state.values():
         state["exp_avg"].zero_()
         state["exp_avg_sq"].zero_()
 
 
-def masters_are_made_of_the_weights(policy, trip):
+def remake_master_weights(policy, trip):
     trip()
     policy.optimizer.reload_model_params()
 
 
-def storages_are_counted_twice(policy, trip):
+def count_storages_twice(policy, trip):
     once = policy.offloader._storages
     policy.offloader._storages = lambda: {role: storages * 2 for role, storages in once().items()}
     trip()
@@ -53,12 +53,12 @@ def without(policy, leaves):
     policy.offloader._held = lambda: ((role, tensor) for role, tensor in iterate_tensors(policy) if not leaves(role, tensor))
 
 
-def the_reference_is_left_behind(policy, trip):
+def keep_reference(policy, trip):
     without(policy, lambda role, tensor: role == "reference")
     trip()
 
 
-def only_the_first_chunk_leaves(policy, trip):
+def offload_first_chunk_only(policy, trip):
     """Mutation: `model[0].offload_grad_buffers()`."""
     from megatron_grpo.core.policy.memory_offload import iterate_tensors
 
@@ -67,13 +67,13 @@ def only_the_first_chunk_leaves(policy, trip):
     trip()
 
 
-def module_buffers_are_left_behind(policy, trip):
+def keep_module_buffers(policy, trip):
     buffers = {buffer.data_ptr() for chunk in policy.chunks for buffer in chunk.buffers()}
     without(policy, lambda role, tensor: tensor.data_ptr() in buffers)
     trip()
 
 
-def the_base_is_left_behind(policy, trip):
+def keep_base(policy, trip):
     base = {p.data_ptr() for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad}
     without(policy, lambda role, tensor: tensor.data_ptr() in base)
     trip()
@@ -84,18 +84,18 @@ CASES = [
         "DP2 with reference, overlapped",
         "bfloat16",
         (
-            parameters_leave_the_flat_buffer,
-            gradients_get_another_buffer,
-            moments_are_lost,
-            masters_are_made_of_the_weights,
-            storages_are_counted_twice,
-            the_reference_is_left_behind,
+            move_module_to_cpu,
+            replace_gradient_buffers,
+            drop_moments,
+            remake_master_weights,
+            count_storages_twice,
+            keep_reference,
         ),
     ),
-    ("PP2 VPP2", "float32", (only_the_first_chunk_leaves,)),
-    ("MLA EP2", "bfloat16", (module_buffers_are_left_behind,)),
-    ("LoRA TP2, from an adapter", "bfloat16", (the_base_is_left_behind,)),
-    ("few bits, DP2, overlapped", "bfloat16", (moments_are_lost,)),
+    ("PP2 VPP2", "float32", (offload_first_chunk_only,)),
+    ("MLA EP2", "bfloat16", (keep_module_buffers,)),
+    ("LoRA TP2, from an adapter", "bfloat16", (keep_base,)),
+    ("few bits, DP2, overlapped", "bfloat16", (drop_moments,)),
     ("few bits, MoE EP2", "bfloat16", ()),
 ]
 

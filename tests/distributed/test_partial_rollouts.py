@@ -49,14 +49,14 @@ def build(path, rank, world_size, tensor_parallel_size=1):
 
 
 @cache
-def prompt(number):
+def make_prompt(number):
     from megatron_grpo.core.types import Prompt
 
     token_ids = np.random.default_rng(number).integers(4, 120, 5 + number)
     return Prompt(number=number, row=number, raw="", token_ids=tuple(token_ids.tolist()), columns={})
 
 
-def settings(**more):
+def make_settings(**more):
     from megatron_grpo.core.rollout.engine import SamplingSettings
 
     return SamplingSettings(n=GROUP, max_completion_length=LIMIT, **more)
@@ -75,9 +75,9 @@ def sampled(engine, states, sampling, first=0, kept=()):
         wanted, ahead = STEPS[version]
         if version:
             push(engine, states, version)
-        generation = engine.resume([prompt(i) for i in (*wanted, *ahead)], sampling, seed=3, partial=kept)
+        generation = engine.resume([make_prompt(i) for i in (*wanted, *ahead)], sampling, seed=3, partial=kept)
         for number in wanted:  # as rounds of dynamic sampling ask
-            found += generation.groups([prompt(number)])
+            found += generation.groups([make_prompt(number)])
         for _ in range(np.random.default_rng(version).integers(4, 24)):  # a push may come at any step of the engine
             generation._take(generation._parts.poll())
         kept = [one for one in generation.interrupt() if one.prompt_number > wanted[-1]]
@@ -85,12 +85,12 @@ def sampled(engine, states, sampling, first=0, kept=()):
     return found, after
 
 
-def bits(groups):
+def read_bits(groups):
     return {(g.prompt.number, i): (c.sequence.token_ids.tolist(), c.logprobs.tobytes(), c.versions, c.finish_reason, c.text)
             for g in groups for i, c in enumerate(g.completions)}  # fmt: skip
 
 
-def errors(path, states, groups, sampling):
+def compute_errors(path, states, groups, sampling):
     """Return |sampler log-prob - transformers'| of each token at its version."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -116,7 +116,7 @@ def errors(path, states, groups, sampling):
     return np.concatenate(found)
 
 
-def whole_run(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
+def run_uninterrupted(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
     states = make_versions(path)
     engine = build(path, rank, world_size, tensor_parallel_size)
     groups, after = sampled(engine, states, sampling)
@@ -129,8 +129,8 @@ def test_partial_rollout_tokens_equal_their_version_and_resume_is_exact(model, t
         from megatron_grpo.core.rollout.engine import PartialCompletion
         from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
 
-        sampling = settings(temperature=0.8, **cut)
-        engine, states, groups, after = whole_run(model, sampling)
+        sampling = make_settings(temperature=0.8, **cut)
+        engine, states, groups, after = run_uninterrupted(model, sampling)
         completions = [one for group in groups for one in group.completions]
         assert [group.prompt.number for group in groups] == list(range(6))
         assert sum(len(one.versions) > 1 for one in completions) > 3 and {len(one.versions) for one in completions} >= {1, 2}
@@ -140,13 +140,13 @@ def test_partial_rollout_tokens_equal_their_version_and_resume_is_exact(model, t
                 assert one.versions[0][1] == len(group.prompt.token_ids) and one.versions[-1][2] == len(one.sequence.token_ids)
                 words = [str(token) for token in one.answer_ids if token > 3]
                 assert one.text.split() == words
-        assert errors(model, states, groups, sampling).max() < 1e-5
+        assert compute_errors(model, states, groups, sampling).max() < 1e-5
         assert len({one.answer_ids for one in completions}) == len(completions)
         # Killed after the first sampling step, and begun again from what was saved then.
         (tmp_path / "partial.npz").write_bytes(serialize_samples(after[0]))
         again, later = sampled(engine, states, sampling, first=1, kept=read_samples(tmp_path / "partial.npz", PartialCompletion))
-        right = bits(groups)
-        assert bits(again) == {key: value for key, value in right.items() if key[0] > 1} and len(after[0]) > 4
+        right = read_bits(groups)
+        assert read_bits(again) == {key: value for key, value in right.items() if key[0] > 1} and len(after[0]) > 4
         assert [one.token_ids.tolist() for one in later[-1]] == [one.token_ids.tolist() for one in after[-1]]
 
     run_ranks(body, 1)
@@ -155,11 +155,11 @@ def test_partial_rollout_tokens_equal_their_version_and_resume_is_exact(model, t
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_partial_rollout_interrupts_ranks_of_an_engine_at_the_same_step(model, tensor_parallel_size):
     def body(rank, world_size):
-        engine, states, groups, after = whole_run(model, settings(), rank, world_size, tensor_parallel_size)
-        worst = errors(model, states, groups, settings()).max() if groups else 0.0
+        engine, states, groups, after = run_uninterrupted(model, make_settings(), rank, world_size, tensor_parallel_size)
+        worst = compute_errors(model, states, groups, make_settings()).max() if groups else 0.0
         push(engine, states, 0)
-        again, _ = sampled(engine, states, settings())
-        return bits(groups), bits(again), float(worst), [one.key for one in after[0]]
+        again, _ = sampled(engine, states, make_settings())
+        return read_bits(groups), read_bits(again), float(worst), [one.key for one in after[0]]
 
     (one, one_again, worst, keys), (other, other_again, worse, others) = run_ranks(body, 2)
     assert one == one_again and other == other_again and max(worst, worse) < 1e-5
@@ -191,8 +191,8 @@ def test_partial_rollout_mutation_changes_logprobs(model, what):
         import megatron_grpo.core.rollout.colocated  # noqa: F401 - what is changed must have been imported
 
         with mistake(*MISTAKES[what]):
-            _, states, groups, _ = whole_run(model, settings())
-        return float(errors(model, states, groups, settings()).max())
+            _, states, groups, _ = run_uninterrupted(model, make_settings())
+        return float(compute_errors(model, states, groups, make_settings()).max())
 
     assert run_ranks(body, 1)[0] > 0.01
 
@@ -208,13 +208,13 @@ def test_partial_rollout_parts_have_different_seeds(model, is_right):
         wrong = (PARTS, "if num_sampled == 0:", "if True:")
         with nullcontext() if is_right else mistake(*wrong):
             engine = build(model, 0, 1)
-            sampling = settings(temperature=2.0)
-            generation = engine.resume([prompt(i) for i in range(2)], sampling, seed=3, partial=[])
+            sampling = make_settings(temperature=2.0)
+            generation = engine.resume([make_prompt(i) for i in range(2)], sampling, seed=3, partial=[])
             for _ in range(4):
                 generation._take(generation._parts.poll())
             first = {one.key: one.token_ids.tolist() for one in generation.interrupt()}
             kept = generation.interrupt()
-            second = engine.resume([prompt(i) for i in range(2)], sampling, seed=3, partial=kept)
+            second = engine.resume([make_prompt(i) for i in range(2)], sampling, seed=3, partial=kept)
             for _ in range(4):
                 second._take(second._parts.poll())
             parts = {one.key: one.token_ids[len(first[one.key]) :].tolist() for one in second.interrupt()}
@@ -229,7 +229,7 @@ def test_partial_rollout_stop_string_across_an_interruption_ends_the_completion(
 
     def body(rank, world_size):
         stops = ("1 4", "7 2", "3 9", "5 8")
-        engine, sampling, asked, kept, num_over = build(model, 0, 1), settings(stop=stops), [prompt(i) for i in range(8)], [], 0
+        engine, sampling, asked, kept, num_over = build(model, 0, 1), make_settings(stop=stops), [make_prompt(i) for i in range(8)], [], 0
         while len(kept) < 8 * GROUP or not all(one.finish_reason for one in kept):
             generation = engine.resume(asked, sampling, seed=3, partial=kept)
             for _ in range(3):
@@ -256,12 +256,12 @@ def test_partial_rollout_cancelled_generation_frees_the_engine(model):
 
         engine = build(model, rank, world_size)
         engine.should_cancel = lambda: rank == 1
-        generation = engine.resume([prompt(i) for i in range(4)], settings(), seed=3, partial=[])
+        generation = engine.resume([make_prompt(i) for i in range(4)], make_settings(), seed=3, partial=[])
         with pytest.raises(CancelledError):
-            generation.groups([prompt(0), prompt(1)])
+            generation.groups([make_prompt(0), make_prompt(1)])
         generation.abort()
         engine.should_cancel = lambda: False
         push(engine, make_versions(model), 1)  # fails while a request is running
-        return len(engine.generate([prompt(0), prompt(1)], settings(), seed=3))
+        return len(engine.generate([make_prompt(0), make_prompt(1)], make_settings(), seed=3))
 
     assert run_ranks(body, 2) == [1, 1]

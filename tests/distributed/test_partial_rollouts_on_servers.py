@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.plugins.servers import wire
-from tests.distributed.test_rollout_servers import named_in, prompts, trainer
+from tests.distributed.test_rollout_servers import make_prompts, trainer, write_addresses
 from tests.ranks import run_ranks
 from tests.servers import ASKS, BackgroundCall, Server
 from tests.tiny_models import write_tiny
@@ -43,7 +43,7 @@ def servers(models, tmp_path_factory):
             server.close()
 
 
-def settings(**more):
+def make_settings(**more):
     from megatron_grpo.core.rollout.engine import SamplingSettings
 
     return replace(SamplingSettings(n=GROUP, max_completion_length=LIMIT, temperature=0.8, stop_token_ids=(4,)), **more)
@@ -74,18 +74,18 @@ def find_worst_gap(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
     return worst
 
 
-def live_over_pushes(rank, world, paths, named, out, seconds):
+def sample_over_syncs(rank, world, paths, named, out, seconds):
     """Sync three times after random delays.
 
     Return prompt -> tokens, spans and text of this rank, the largest gap, and what each sync interrupted.
     """
-    asked, found, left, kept = prompts(NUM_PROMPTS), {}, [], []
+    asked, found, left, kept = make_prompts(NUM_PROMPTS), {}, [], []
     rng, to_check = random.Random(seconds), []  # checked at the end: servers go on meanwhile
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
         for version in range(VERSIONS):
             push(policy, weight_sync, paths, version)
             wanted = asked[3 * version : 3 * version + 3 if version + 1 < VERSIONS else NUM_PROMPTS]
-            generation = engine.resume(asked[3 * version :], settings(), seed=SEED, partial=kept)
+            generation = engine.resume(asked[3 * version :], make_settings(), seed=SEED, partial=kept)
             groups = generation.groups(wanted[:1]) + generation.groups(wanted[1:])
             time.sleep(seconds * rng.random())  # as the trainer trains
             kept = [one for one in generation.interrupt() if one.prompt_number > wanted[-1].number]
@@ -104,9 +104,9 @@ def live_over_pushes(rank, world, paths, named, out, seconds):
 def test_server_partial_rollout_tokens_equal_their_version_at_random_syncs(models, servers, tmp_path, world, seconds):
     from transformers import AutoTokenizer
 
-    named = named_in(tmp_path / "names", *servers[:2])
+    named = write_addresses(tmp_path / "names", *servers[:2])
     for again in range(5):  # on a busy machine the servers may end everything before the first interruption
-        parts = run_ranks(live_over_pushes, world, models, named, tmp_path / f"out-{again}", seconds, env=ASKS, timeout=240)
+        parts = run_ranks(sample_over_syncs, world, models, named, tmp_path / f"out-{again}", seconds, env=ASKS, timeout=240)
         found = {key: one for part in parts for key, one in part[0].items()}
         if any(len(spans) > 1 for _, spans, _, _ in found.values()):
             break
@@ -127,10 +127,10 @@ def test_server_partial_rollout_tokens_equal_their_version_at_random_syncs(model
 
 def interrupt_and_kill(rank, world, paths, named, out, moment, pids):
     """Kill a server at a point of a sync; return what the others sample then."""
-    asked = prompts(NUM_PROMPTS)
+    asked = make_prompts(NUM_PROMPTS)
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
         push(policy, weight_sync, paths, 0)
-        generation = engine.resume(asked, settings(), seed=SEED, partial=[])
+        generation = engine.resume(asked, make_settings(), seed=SEED, partial=[])
         groups = generation.groups(asked[:1])
         kept = generation.interrupt()
         before = {one.key: len(one.token_ids) for one in kept}
@@ -145,7 +145,7 @@ def interrupt_and_kill(rank, world, paths, named, out, moment, pids):
 
         engine.load_weights = taken
         push(policy, weight_sync, paths, 1)
-        generation = engine.resume(asked, settings(), seed=SEED, partial=kept)
+        generation = engine.resume(asked, make_settings(), seed=SEED, partial=kept)
         if moment == "after the push":
             kill(pids)
         groups += generation.groups(asked[1:])
@@ -163,7 +163,7 @@ def kill(pids):
 def test_server_killed_during_a_sync_loses_at_most_its_tokens_since_then(models, servers, tmp_path, moment):
     place = ["between interruption and push", "in the push", "after the push"].index(moment)
     doomed, last = servers[1 + place], servers[0]
-    named = named_in(tmp_path / "names", last, doomed)
+    named = write_addresses(tmp_path / "names", last, doomed)
     [(numbers, worst, before, found)] = run_ranks(
         interrupt_and_kill, 1, models, named, tmp_path / "out", moment, [doomed.process.pid], env=ASKS, timeout=240
     )
@@ -176,7 +176,7 @@ def test_server_killed_during_a_sync_loses_at_most_its_tokens_since_then(models,
 
 def test_abort_returns_partial_completions_and_server_continues(models, servers, tmp_path):
     server = servers[0]
-    named = named_in(tmp_path / "names", server)
+    named = write_addresses(tmp_path / "names", server)
     run_ranks(hold, 1, models, named, tmp_path / "out", server.address_file.parent / "claimed", env=ASKS, timeout=240)
 
 
@@ -187,7 +187,7 @@ def hold(rank, world, paths, named, out, file):
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
         push(policy, weight_sync, paths, 0)
         [member] = engine._broadcaster.server_group.used
-        asked = prompts(4)
+        asked = make_prompts(4)
         requests = [
             wire.Request(key=str(i), ids=one.token_ids, seed=i, n=4, max_tokens=[2, 200, 200, 200][i]) for i, one in enumerate(asked)
         ]
@@ -245,7 +245,7 @@ def replace_requests(body, *requests):
 
 def test_returning_server_continues_kept_completions_after_loss_of_all(models, servers, tmp_path):
     server = servers[0]
-    named = named_in(tmp_path / "names", server)
+    named = write_addresses(tmp_path / "names", server)
     [(versions, worst)] = run_ranks(lose_all, 1, models, named, tmp_path / "out", server.process.pid, env=ASKS, timeout=240)
     assert worst < 1e-5 and versions
 
@@ -256,17 +256,17 @@ def lose_all(rank, world, paths, named, out, pid):
     from megatron_grpo.plugins.servers import http
 
     http.SILENCE = 2.0
-    asked = prompts(4)
+    asked = make_prompts(4)
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
         push(policy, weight_sync, paths, 0)
         kept = []
         while not kept:  # something must be unfinished
-            generation = engine.resume(asked, settings(), seed=SEED, partial=[])
+            generation = engine.resume(asked, make_settings(), seed=SEED, partial=[])
             generation.groups(asked[:1])
             kept = [one for one in generation.interrupt() if not one.finish_reason]
         before = {one.key: len(one.token_ids) for one in kept}
         push(policy, weight_sync, paths, 1)
-        generation = engine.resume(asked, settings(), seed=SEED, partial=kept)
+        generation = engine.resume(asked, make_settings(), seed=SEED, partial=kept)
         os.killpg(pid, signal.SIGSTOP)
         lost = BackgroundCall(lambda: generation.groups(asked))
         time.sleep(4.0)  # longer than a silence

@@ -20,7 +20,7 @@ from tests.vision_cases import FAMILIES as SEE
 from tests.vision_cases import write_vlm
 
 
-def measured(rank, world, path, cfg):
+def measure_rank(rank, world, path, cfg):
     """Return measurements of this rank after one step: its parallel ranks, bytes of tensors, buffer alignment, part of a checkpoint."""
     import torch
     from megatron.core import parallel_state as ps
@@ -215,7 +215,7 @@ def test_plan_bytes_equal_real_tensors_and_optimizer_up_to_alignment(tmp_path, n
     shape = ModelShape.from_pretrained(path)
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
     tuning = TrainableSpec.from_config(cfg, shape)
-    found = run_ranks(measured, world, str(path), cfg)
+    found = run_ranks(measure_rank, world, str(path), cfg)
     everything, kept = OffloadPlan(model=True, optimizer=True), state_bytes(cfg.optimizer, tuning.size_of_trained)
     too_much = 0
     for place, bytes_, padding, _, (given, during_push) in found:

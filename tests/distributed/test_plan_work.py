@@ -27,12 +27,12 @@ RUNS = {
 SHARED = dict(share_prefix="true", micro_batch_size=8, global_batch_size=8)
 
 
-def attention_flops(q, k, v, is_causal):
+def count_attention_flops(q, k, v, is_causal):
     """Return the FLOPs of one attention call by shapes: two products of all queries with all keys, or with half of them."""
     return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) // (2 if is_causal else 1)
 
 
-def measured(rank, world, path, runs):
+def measure_runs(rank, world, path, runs):
     """Return measurements of one sequence by run.
 
     Bytes that autograd stores (each storage once), FLOPs forward and backward, tokens and trained tokens.
@@ -45,8 +45,8 @@ def measured(rank, world, path, runs):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     attends = {  # torch's own counter does not see the CPU's attention
-        flash: lambda q, k, v, dropout=0.0, is_causal=False, **_: attention_flops(q, k, v, is_causal),
-        flash_backward: lambda grad, q, k, v, out, lse, dropout=0.0, is_causal=False, **_: 2 * attention_flops(q, k, v, is_causal),
+        flash: lambda q, k, v, dropout=0.0, is_causal=False, **_: count_attention_flops(q, k, v, is_causal),
+        flash_backward: lambda grad, q, k, v, out, lse, dropout=0.0, is_causal=False, **_: 2 * count_attention_flops(q, k, v, is_causal),
     }
     parallel, found = cases.join(cases.settings(), world), {}
     for name, changes in runs.items():
@@ -83,10 +83,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(model):
-    return run_ranks(measured, 1, str(model), RUNS | {"shared": SHARED})[0]
+    return run_ranks(measure_runs, 1, str(model), RUNS | {"shared": SHARED})[0]
 
 
-def told(model, changes):
+def read_plan(model, changes):
     cfg, shape = cases.settings(**changes), ModelShape.from_pretrained(model)
     return cfg, shape, TrainableSpec.from_config(cfg, shape), checked_sizes(cfg, num_layers=LAYERS, num_experts=0)
 
@@ -99,13 +99,13 @@ def assert_counted(work, run, shape):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_plan_flops_equal_counted_flops(model, found, run):
-    _, shape, tuning, _ = told(model, RUNS[run])
+    _, shape, tuning, _ = read_plan(model, RUNS[run])
     *_, tokens, trained = found[run]
     assert_counted(count_flops(shape, tuning, tokens, squares=tokens**2, head_positions=trained), found[run], shape)
 
 
 def test_plan_flops_with_shared_prefix_equal_counted_flops(model, found):
-    cfg, shape, tuning, sizes = told(model, SHARED)
+    cfg, shape, tuning, sizes = read_plan(model, SHARED)
     step = StepTokens.from_lengths(0.0, sizes, cfg, [(PROMPT, COMPLETION)] * 8)
     *_, tokens, trained = found["shared"]
     assert step.shared.tokens == tokens == PROMPT + 8 * (COMPLETION - 1)
@@ -116,7 +116,7 @@ def test_plan_flops_with_shared_prefix_equal_counted_flops(model, found):
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "full"])
 def test_plan_activations_differ_from_full_training_by_planned_bytes(model, found, run):
     def count_layer_bytes(which):
-        cfg, shape, tuning, sizes = told(model, RUNS[which])
+        cfg, shape, tuning, sizes = read_plan(model, RUNS[which])
         tokens = found[which][3]
         return LAYERS * layer_bytes(shape, sizes, cfg, stored_by_linears(shape, sizes, tuning, range(LAYERS)), tokens, adapter_size=4)
 
@@ -131,7 +131,7 @@ STATES = dict(family="qwen3_5_text", layers=LAYERS, std=0.02, linear_num_key_hea
               linear_value_head_dim=48)  # fmt: skip
 
 
-def counted_rule(rank, world, path):
+def count_rule_flops(rank, world, path):
     """Return, for one sequence of two full chunks: FLOPs forward and backward with triangular systems, tokens and trained tokens."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -143,8 +143,8 @@ def counted_rule(rank, world, path):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     also = {
-        flash: lambda q, k, v, dropout=0.0, is_causal=False, **_: attention_flops(q, k, v, is_causal),
-        flash_backward: lambda grad, q, k, v, out, lse, dropout=0.0, is_causal=False, **_: 2 * attention_flops(q, k, v, is_causal),
+        flash: lambda q, k, v, dropout=0.0, is_causal=False, **_: count_attention_flops(q, k, v, is_causal),
+        flash_backward: lambda grad, q, k, v, out, lse, dropout=0.0, is_causal=False, **_: 2 * count_attention_flops(q, k, v, is_causal),
         torch.ops.aten.linalg_solve_triangular: lambda a, b, **_: b[0] * b[1] * b[2] * b[2] * b[3],
     }
     parallel = cases.join(cases.settings(), world)
@@ -161,7 +161,7 @@ def counted_rule(rank, world, path):
 
 def test_plan_flops_of_gated_delta_rule_equal_counted_flops(tmp_path):
     path = write_tiny(tmp_path, **STATES)
-    [(forward, backward, tokens, trained)] = run_ranks(counted_rule, 1, str(path))
+    [(forward, backward, tokens, trained)] = run_ranks(count_rule_flops, 1, str(path))
     shape = ModelShape.from_pretrained(path)
     work = count_flops(shape, TrainableSpec.from_config(cases.settings(), shape), tokens, squares=tokens**2, head_positions=trained)
     assert (tokens, forward) == (2 * CHUNK, work.forward)

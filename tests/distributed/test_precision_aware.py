@@ -39,7 +39,7 @@ def batches(models):
     return {name: cases.stored_rollout(path, vocab=125, num_steps=3, stale=0) for name, path in models.items()}
 
 
-def kept(policy) -> dict[str, torch.Tensor]:
+def read_optimizer_state(policy) -> dict[str, torch.Tensor]:
     """Return the optimizer's state on this rank in float32, by (index of the weight, name)."""
     from megatron_grpo.core.policy.sharded_state import iterate_runs
 
@@ -48,16 +48,16 @@ def kept(policy) -> dict[str, torch.Tensor]:
             if name != "step"}  # fmt: skip
 
 
-def steps(policy, batches, first=0):
+def take_steps(policy, batches, first=0):
     """Return (gradient norm, optimizer state) of each step, and the final weights."""
     found = []
     for index, rows in enumerate(batches, first):
         metrics = policy.train_step(cases.make_batch(policy, rows, index)).metrics
-        found.append((metrics["grad_norm"], kept(policy)))
+        found.append((metrics["grad_norm"], read_optimizer_state(policy)))
     return found, {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
 
 
-def same(one, other) -> bool:
+def assert_equal(one, other) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
@@ -71,14 +71,18 @@ def test_precision_aware_steps_equal_ordinary_optimizer_within_rounding(models, 
         bits = BITS if name.startswith("DP2") else {FEW: BITS[FEW]}
         for what, more in {"ordinary": {}, "float32": OWN, **{key: OWN | bits[key] for key in bits}}.items():
             policy = cases.build(models[model], cases.settings(**common | more), world, parallel)
-            found[what] = steps(policy, batches[model][:2])
+            found[what] = take_steps(policy, batches[model][:2])
         right, weights = found.pop("ordinary")
         told = {}
         for what, (mine, its) in found.items():
             # A first step begins without moments, so that only what is kept of it is rounded; the next ones begin from that.
             apart = [max(float((mine[i][1][key] - right[i][1][key]).abs().max()) for key in right[i][1] if key.endswith("param"))
                      for i in range(2)]  # fmt: skip
-            told[what] = same(its, weights) and [norm for norm, _ in mine] == [norm for norm, _ in right], mine[0][0] == right[0][0], apart
+            told[what] = (
+                assert_equal(its, weights) and [norm for norm, _ in mine] == [norm for norm, _ in right],
+                mine[0][0] == right[0][0],
+                apart,
+            )
         return told
 
     for told in run_ranks(body, world, timeout=120):
@@ -133,7 +137,7 @@ def test_precision_aware_checkpoint_resumes_in_another_layout_with_other_dtypes(
 
     def save(rank, world):
         policy = cases.build(models["dense"], cases.settings(**OWN, **few), world)
-        steps(policy, batches["dense"][:2])
+        take_steps(policy, batches["dense"][:2])
         write_sharded(policy.sharded_state_dict(is_loading=False), tmp_path / "saved")
         return whole(policy), {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
 
@@ -151,7 +155,7 @@ def test_precision_aware_checkpoint_resumes_in_another_layout_with_other_dtypes(
         state = policy.sharded_state_dict(is_loading=True, with_optimizer=with_optimizer)
         policy.load_sharded_state_dict(read_sharded(state, tmp_path / "saved", partly=True), with_optimizer=with_optimizer)
         found = whole(policy), {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
-        said = checks.Looks(policy, checks.ReplicaCheck(1))
+        said = checks.ReplicaCheckObserver(policy, checks.ReplicaCheck(1))
         trained = policy.train_step(cases.make_batch(policy, batches["dense"][2], 2), said)
         return *found, trained.skipped, said.found and str(said.found)
 
@@ -172,7 +176,7 @@ def test_precision_aware_checkpoint_resumes_in_another_layout_with_other_dtypes(
     ):
         loaded = run_ranks(load, world, settings, True)
         for _, its, skipped, said in loaded:
-            assert same(its, weights) and skipped is None and said is None
+            assert assert_equal(its, weights) and skipped is None and said is None
         mine = by_name({key: value for found, *_ in loaded for key, value in found.items()})
         for name in right:
             # Other runs of a weight have other scales: what is small beside the largest of a run is kept as that run can.
@@ -180,7 +184,7 @@ def test_precision_aware_checkpoint_resumes_in_another_layout_with_other_dtypes(
             assert np.allclose(mine[name], right[name], rtol=0, atol=least), (settings, name)
             assert world != 2 or settings != few or np.array_equal(mine[name], right[name]), name
     for found, its, skipped, said in run_ranks(load, 2, few, False):  # weights alone: the optimizer begins from them
-        assert same(its, weights) and skipped is None and said is None
+        assert assert_equal(its, weights) and skipped is None and said is None
         assert all(not value.any() for (name, *_), value in found.items() if ".exp_avg" in name)
 
 
@@ -191,17 +195,17 @@ def test_resume_of_float32_weights_in_fp16_rounds_equally_on_all_ranks(models, b
     def body(rank, world):
         parallel = cases.join(cases.settings(**OWN), world)
         policy = cases.build(models["dense"], cases.settings(**OWN), world, parallel)
-        _, before = steps(policy, batches["dense"][:2])
+        _, before = take_steps(policy, batches["dense"][:2])
         write_sharded(policy.sharded_state_dict(is_loading=False), tmp_path)
         other = cases.build(models["dense"], cases.settings(**OWN, main_params_dtype="fp16"), world, parallel)
         other.load_sharded_state_dict(read_sharded(other.sharded_state_dict(is_loading=True), tmp_path))
-        said = checks.Looks(other, checks.ReplicaCheck(1))
+        said = checks.ReplicaCheckObserver(other, checks.ReplicaCheck(1))
         moved = {name: tensor.float().numpy().copy() for name, tensor in other.named_weights()}
         other.train_step(cases.make_batch(other, batches["dense"][2], 2), said)
-        return moved, same(moved, before), said.found and str(said.found)
+        return moved, assert_equal(moved, before), said.found and str(said.found)
 
     (one, is_same, said), (other, _, its) = run_ranks(body, 2)
-    assert said is None and its is None and same(one, other) and not is_same
+    assert said is None and its is None and assert_equal(one, other) and not is_same
 
 
 def test_replica_check_detects_a_weight_that_differs_from_its_master_copy(models):

@@ -16,7 +16,7 @@ CASES = {
 }
 
 
-def told(rank, world_size, cases):
+def read_errors(rank, world_size, cases):
     from megatron_grpo.core.base.errors import ConfigError
     from megatron_grpo.core.parallel import state
     from megatron_grpo.core.parallel.layout import Layout
@@ -35,7 +35,7 @@ def told(rank, world_size, cases):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(told, 3, {name: CASES[name] for name in reversed(CASES)})
+    return run_ranks(read_errors, 3, {name: CASES[name] for name in reversed(CASES)})
 
 
 @pytest.mark.parametrize(

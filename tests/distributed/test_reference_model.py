@@ -51,7 +51,7 @@ def test_reference_model_sync_moves_each_weight_by_alpha(model, layout, overlap)
     def body(rank, world_size):
         import torch
 
-        from tests.combinations import kl_to_reference
+        from tests.combinations import compute_kl_in_reward
 
         policy = cases.build(model, cases.settings(beta=0.1, sync_ref_model=True, lr=0.1, ref_model_sync_steps=2,
                                                   ref_model_mixup_alpha=0.25, **more, **case.settings), world_size)  # fmt: skip
@@ -74,7 +74,7 @@ def test_reference_model_sync_moves_each_weight_by_alpha(model, layout, overlap)
         for name, found in theirs.items():
             assert torch.equal(found, ours[name]) and found.data_ptr() != ours[name].data_ptr(), name
         # With one weight for both, the KL is nothing.
-        return float(abs(kl_to_reference(policy, samples, beta=0.1)).max())
+        return float(abs(compute_kl_in_reward(policy, samples, beta=0.1)).max())
 
     assert max(run_ranks(body, case.world_size)) == 0.0
 
@@ -88,7 +88,7 @@ def test_reference_model_from_another_checkpoint_keeps_both_models_exact(model, 
         import torch
 
         from megatron_grpo.run.assemble.policy import build_policy
-        from tests.combinations import kl_to_reference
+        from tests.combinations import compute_kl_in_reward
 
         parallel = cases.join(cases.settings(), world_size)
         begins = {path: cases.build(path, cases.settings(), world_size, parallel).tensors() for path in (model, other)}
@@ -98,6 +98,6 @@ def test_reference_model_from_another_checkpoint_keeps_both_models_exact(model, 
         assert held.keys() == begins[other].keys() and all(torch.equal(held[name], begins[other][name]) for name in held)
         if tuner == "full":
             assert all(torch.equal(tensor, begins[model][name]) for name, tensor in policy.tensors().items())
-        assert abs(kl_to_reference(policy, samples, beta=0.1)).mean() > 0.05
+        assert abs(compute_kl_in_reward(policy, samples, beta=0.1)).mean() > 0.05
 
     run_ranks(body, 1)

@@ -32,7 +32,7 @@ def model_path(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def engine_at(path, rank, world_size, *, tp=1, dtype="float32", max_model_len=128, **settings):
+def build_engine(path, rank, world_size, *, tp=1, dtype="float32", max_model_len=128, **settings):
     """Build an engine. Imported late: the test process itself never loads vLLM."""
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
@@ -47,7 +47,7 @@ def read_tokens(groups):
 def test_rollout_logprobs_equal_transformers_and_repeat(model_path):
     def body(rank, world_size):
         model = load_tiny(model_path)
-        with engine_at(model_path, rank, world_size) as engine:
+        with build_engine(model_path, rank, world_size) as engine:
             before = torch.get_rng_state()
             groups = engine.generate(PROMPTS, SAMPLING, seed=1)
             assert torch.equal(before, torch.get_rng_state()), "sampling must not move the trainer's random numbers"
@@ -87,7 +87,7 @@ def test_engine_start_display_names_phases_and_counts_weights(model_path):
             shown.append(activity.describe(activity.current()[-1:]))
 
         activity.advance = noted
-        with engine_at(model_path, rank, world_size):
+        with build_engine(model_path, rank, world_size):
             return list(dict.fromkeys(shown))
 
     (shown,) = run_ranks(body, 1)
@@ -101,7 +101,7 @@ def test_engine_start_display_names_phases_and_counts_weights(model_path):
 def test_rollout_stop_conditions_and_sampling_parameters_are_applied(model_path):
     def body(rank, world_size):
         model = load_tiny(model_path)
-        with engine_at(model_path, rank, world_size) as engine:
+        with build_engine(model_path, rank, world_size) as engine:
             (greedy,) = engine.generate(PROMPTS[:1], SAMPLING.greedy(), seed=1)
             ids = list(PROMPTS[0].token_ids)
             with torch.no_grad():
@@ -118,7 +118,7 @@ def test_rollout_stop_conditions_and_sampling_parameters_are_applied(model_path)
             (group,) = engine.generate(PROMPTS[:1], by_text, seed=1)
             assert group.completions[0].finish_reason == "stop" and f" {last}" not in group.completions[0].text
 
-            # The three likeliest tokens, renormalised: log-probs of what was drawn from, not of the whole softmax.
+            # The three most probable tokens, renormalized: log-probs are those of the truncated softmax, not of the whole one.
             top = SamplingSettings(n=4, max_completion_length=1, temperature=0.5, top_k=3)
             for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, top, seed=3), strict=True):
                 with torch.no_grad():
@@ -140,7 +140,7 @@ def test_completions_do_not_depend_on_engine_capacity(model_path):
     sampling = SamplingSettings(n=1, max_completion_length=30)
 
     def body(rank, world_size, **settings):
-        with engine_at(model_path, rank, world_size, vllm_max_num_seqs=128, **settings) as engine:
+        with build_engine(model_path, rank, world_size, vllm_max_num_seqs=128, **settings) as engine:
             return read_tokens(engine.generate(prompts, sampling, seed=1))
 
     # 5,000 tokens of prompts: more than vLLM computes in one step. A KV cache of 1,000 tokens: sequences are thrown out and begun again.
@@ -160,7 +160,9 @@ def test_prompt_is_prefilled_once_per_group_with_equal_bits(model_path):
     def body(rank, world_size, megabytes):
         from megatron_grpo.core.rollout.vllm_requests import sampled_logprobs, sampling_params
 
-        with engine_at(model_path, rank, world_size, max_model_len=140, vllm_max_num_seqs=64, vllm_kv_cache_memory_mb=megabytes) as engine:
+        with build_engine(
+            model_path, rank, world_size, max_model_len=140, vllm_max_num_seqs=64, vllm_kv_cache_memory_mb=megabytes
+        ) as engine:
             scheduler, computed = engine._llm.llm_engine.engine_core.engine_core.scheduler, []
             schedule = scheduler.schedule
             scheduler.schedule = lambda *args: (computed.append(schedule(*args)), computed[-1])[1]
@@ -187,13 +189,13 @@ def test_engine_prints_nothing(model_path):
     def body(rank, world_size):
         from safetensors.torch import load_file
 
-        with engine_at(model_path, rank, world_size, tp=2) as engine:
+        with build_engine(model_path, rank, world_size, tp=2) as engine:
             engine.generate(PROMPTS, SAMPLING, seed=1)
             weights = load_file(model_path / "model.safetensors")
             engine.load_weights(WeightUpdate(kind="weights", version=1, tensors=weights.items()))
             engine.score(engine.probes())
             engine.close()
-        with engine_at(model_path, rank, world_size, tp=2):
+        with build_engine(model_path, rank, world_size, tp=2):
             pass
         with open("/proc/self/fd/2") as log:
             return log.read()
@@ -203,7 +205,7 @@ def test_engine_prints_nothing(model_path):
 
 def test_lengths_that_cannot_fit_are_an_error_with_their_sum(model_path):
     def body(rank, world_size):
-        with engine_at(model_path, rank, world_size, max_model_len=24) as engine:
+        with build_engine(model_path, rank, world_size, max_model_len=24) as engine:
             with pytest.raises(
                 ConfigError, match=r"prompt 4 has 12 tokens, and 12 \+ max_completion_length \(16\) = 28 exceeds vllm_max_model_len \(24\)"
             ):
@@ -211,12 +213,12 @@ def test_lengths_that_cannot_fit_are_an_error_with_their_sum(model_path):
             assert all(len(probe.token_ids) == 23 for probe in engine.probes())  # shorter than a cache block: still scored
             assert all(len(scores) == 22 for scores in engine.score(engine.probes()))
         with pytest.raises(ConfigError, match="may have 4096 tokens, but the model supports 2048 positions"):
-            with engine_at(model_path, rank, world_size, max_model_len=4096):
+            with build_engine(model_path, rank, world_size, max_model_len=4096):
                 pass
         with pytest.raises(
             ConfigError, match=r"vllm_kv_cache_memory_mb \(1\) leaves a KV cache that cannot hold one sequence of 2048 tokens"
         ):
-            with engine_at(model_path, rank, world_size, max_model_len=2048, vllm_kv_cache_memory_mb=1):
+            with build_engine(model_path, rank, world_size, max_model_len=2048, vllm_kv_cache_memory_mb=1):
                 pass
 
     run_ranks(body, 1)
@@ -226,7 +228,7 @@ def test_rollout_groups_are_equal_in_each_layout_and_close_keeps_process_groups(
     def body(rank, world_size, tp):
         torch.manual_seed(100 + rank)  # trainers seed their ranks differently
         mine = dist.new_group([rank]) if world_size == 1 else dist.new_group(list(range(world_size)))
-        with engine_at(model_path, rank, world_size, tp=tp) as engine:
+        with build_engine(model_path, rank, world_size, tp=tp) as engine:
             assert os.environ["LOCAL_WORLD_SIZE"] == str(world_size) and torch.initial_seed() == 100 + rank
             groups = engine.generate(PROMPTS, SAMPLING, seed=1)
             engine.close()
@@ -249,7 +251,7 @@ def test_rollout_groups_are_equal_in_each_layout_and_close_keeps_process_groups(
 def test_different_tokens_on_ranks_of_one_engine_are_an_error(model_path):
     def body(rank, world_size):
         torch.manual_seed(100 + rank)
-        with engine_at(model_path, rank, world_size, tp=2) as engine:
+        with build_engine(model_path, rank, world_size, tp=2) as engine:
             tokens = read_tokens(engine.generate(PROMPTS, SAMPLING, seed=1))
             engine._request_seed = lambda *args: None  # the cure, switched off
             np.random.seed(100 + rank)  # Model Runner V2 takes a missing seed from NumPy, V1 from torch
@@ -265,7 +267,7 @@ def test_different_tokens_on_ranks_of_one_engine_are_an_error(model_path):
 def test_different_prompts_on_ranks_of_one_engine_are_an_error(model_path):
     def body(rank, world_size):
         with (
-            engine_at(model_path, rank, world_size) as engine,
+            build_engine(model_path, rank, world_size) as engine,
             pytest.raises(RuntimeError, match="ranks called the rollout engine with different"),
         ):
             engine.generate(PROMPTS[rank:], SAMPLING, seed=1)
@@ -289,7 +291,7 @@ def test_killed_job_leaves_no_shared_memory_and_stale_segments_do_not_block_a_st
             return make_name(communicator)
 
         vllm_patches._shared_memory_name = shared_memory_name
-        with engine_at(model_path, rank, world_size, tp=2) as engine:
+        with build_engine(model_path, rank, world_size, tp=2) as engine:
             assert engine.generate(PROMPTS, SAMPLING, seed=1)
             assert "segment" in name and not os.path.exists(name["segment"])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -303,7 +305,7 @@ def test_vllm_arguments_reach_vllm(model_path):
     def body(rank, world_size):
         from dataclasses import replace
 
-        with engine_at(model_path, rank, world_size, vllm_engine_kwargs={"stream_interval": 5}) as engine:
+        with build_engine(model_path, rank, world_size, vllm_engine_kwargs={"stream_interval": 5}) as engine:
             assert engine._llm.llm_engine.vllm_config.scheduler_config.stream_interval == 5
             allowed = replace(SAMPLING, more={"allowed_token_ids": [7, 9], "min_tokens": 3})
             drawn = [token for group in read_tokens(engine.generate(PROMPTS[:1], allowed, seed=1)) for one in group for token in one]

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.distributed.test_rollout import engine_at, tokens_of
+from tests.distributed.test_rollout import build_engine, read_tokens
 from tests.ranks import run_ranks
 from tests.servers import ASKS, Server
 from tests.tiny_models import write_tiny
@@ -46,7 +46,7 @@ def servers(models, tmp_path_factory):
             server.close()
 
 
-def named_in(folder: Path, *servers: Server) -> str:
+def write_addresses(folder: Path, *servers: Server) -> str:
     """Return a directory with the servers' address files."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -55,14 +55,14 @@ def named_in(folder: Path, *servers: Server) -> str:
     return f"@{folder}"
 
 
-def prompts(count):
+def make_prompts(count):
     from megatron_grpo.core.types import Prompt
 
     return [Prompt(number=i, row=100 + i, raw="", token_ids=tuple(4 + (5 * i + j) % 120 for j in range(5 + i % 7)), columns={})
             for i in range(count)]  # fmt: skip
 
 
-def sampling(n=3, length=16):
+def make_sampling(n=3, length=16):
     from megatron_grpo.core.rollout.engine import SamplingSettings
 
     return SamplingSettings(n=n, max_completion_length=length, temperature=0.8)
@@ -70,10 +70,10 @@ def sampling(n=3, length=16):
 
 def cut(**how):
     """Return sampling settings with top_k, top_p and min_p; each token has a sampling mask."""
-    return dataclasses.replace(sampling(**how), top_k=12, top_p=0.9, min_p=0.01, returns_sampling_mask=True)
+    return dataclasses.replace(make_sampling(**how), top_k=12, top_p=0.9, min_p=0.01, returns_sampling_mask=True)
 
 
-def bound():
+def make_grammar_sampling():
     """Return sampling settings with a grammar, which is sent over HTTP and limits the sampling mask."""
     return dataclasses.replace(cut(), more={"structured_outputs": {"regex": "1[0-9]{3,30}"}})
 
@@ -84,7 +84,7 @@ def describe_completion(groups):
         [one.sequence.sampling_mask and [part.tolist() for part in one.sequence.sampling_mask] for one in group.completions]
         for group in groups
     ]
-    return list(zip(tokens_of(groups), kept, strict=True))
+    return list(zip(read_tokens(groups), kept, strict=True))
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **cha
         engine.close()
 
 
-def worst_gap(groups, path, temperature):
+def find_worst_gap(groups, path, temperature):
     """Return the largest |sampled log-prob - transformers'| of this rank's tokens."""
     from tests.tiny_models import hf_logprobs, load_tiny
 
@@ -146,21 +146,25 @@ def sample_versions(rank, world, paths, named, out, layout):
             assert stats.logp_difference_max < 1e-4 and engine.version == version and engine.has_base
             assert weight_sync.sync_weights(version) is None
             assert stats.num_tensors == (len(HfReader(path).names) if rank == 0 else 0)
-            groups = engine.generate(prompts(9), sampling(), seed=SEED)
-            assert worst_gap(groups, path, 0.8) < 1e-4
+            groups = engine.generate(make_prompts(9), make_sampling(), seed=SEED)
+            assert find_worst_gap(groups, path, 0.8) < 1e-4
             assert [group.prompt.number for group in groups] == list(range(9))[rank::world]
-            further = engine.generate(prompts(12)[9:], bound(), seed=SEED)  # as a round of dynamic sampling
-            greedy = engine.generate(prompts(3), sampling().greedy(), seed=0)
+            further = engine.generate(make_prompts(12)[9:], make_grammar_sampling(), seed=SEED)  # as a round of dynamic sampling
+            greedy = engine.generate(make_prompts(3), make_sampling().greedy(), seed=0)
             found.append(
                 [dict(zip((g.prompt.number for g in part), describe_completion(part), strict=True)) for part in (groups, further, greedy)]
             )
-        assert engine.generate([], sampling(), seed=SEED) == []
+        assert engine.generate([], make_sampling(), seed=SEED) == []
     return found
 
 
 def sample_inside(rank, world, path):
-    with engine_at(path, rank, world) as engine:
-        asked = ((prompts(9), sampling(), SEED), (prompts(12)[9:], bound(), SEED), (prompts(3), sampling().greedy(), 0))
+    with build_engine(path, rank, world) as engine:
+        asked = (
+            (make_prompts(9), make_sampling(), SEED),
+            (make_prompts(12)[9:], make_grammar_sampling(), SEED),
+            (make_prompts(3), make_sampling().greedy(), 0),
+        )
         return [dict(enumerate(describe_completion(engine.generate(some, how, seed=seed)), some[0].number)) for some, how, seed in asked]
 
 
@@ -170,7 +174,7 @@ TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size
 def test_servers_and_colocated_engine_sample_equal_tokens(models, servers, tmp_path):
     inside = [[by_number([part]) for part in run_ranks(sample_inside, 1, path)[0]] for path in models]
     for number, (layout, used) in enumerate([(TP2, servers[:1]), (PP2, servers[:2])]):
-        named = named_in(tmp_path / "names", *used)
+        named = write_addresses(tmp_path / "names", *used)
         ranks = run_ranks(sample_versions, 2, models, named, tmp_path / str(number), layout, env=ASKS, timeout=180)
         for version, right in enumerate(inside):
             assert [by_number([rank[version][part] for rank in ranks]) for part in range(3)] == right
@@ -182,18 +186,20 @@ def push_adapters(rank, world, path, named, out, alone):
     with trainer(rank, world, path, named, out, **TP2, **changes) as (policy, engine, weight_sync):
         first = weight_sync.sync_weights(0)
         assert first.logp_difference_max < 1e-4 and engine.version == 0 and engine.has_base == alone
-        assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) < 1e-4  # a new adapter changes nothing
+        assert (
+            find_worst_gap(engine.generate(make_prompts(4), make_sampling(), seed=SEED), path, 0.8) < 1e-4
+        )  # a new adapter changes nothing
         kept = policy.adapters.randomize(seed=3)
         moved = weight_sync.sync_weights(1)
         assert moved.logp_difference_max < 1e-4
-        assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) > 0.1
+        assert find_worst_gap(engine.generate(make_prompts(4), make_sampling(), seed=SEED), path, 0.8) > 0.1
         policy.adapters.restore(kept)
         assert weight_sync.sync_weights(2).logp_difference_max < 1e-4
     return moved.num_tensors
 
 
 def test_server_adapter_sync_alone_and_merged_is_verified(models, servers, tmp_path):
-    named = named_in(tmp_path / "names", *servers[:2])
+    named = write_addresses(tmp_path / "names", *servers[:2])
     alone, merged = (
         run_ranks(push_adapters, 2, models[0], named, tmp_path / str(way), way, env=ASKS, timeout=180)[0] for way in (True, False)
     )
@@ -207,7 +213,7 @@ CHAT = "{% for m in messages %}<bos> {{ m['content'] }} <eos> {% endfor %}{% if 
 ENDS = tuple(range(4, 128, 3))
 
 
-def play_on(engine):
+def make_episode_sampler(engine):
     """Return a sampler of episodes on this engine; its environment answers with the turn's number."""
     from megatron_grpo.plugins.environments.episode_runner import EpisodeRunnerFactory, EpisodeSampler
     from megatron_grpo.plugins.environments.protocol import Environment
@@ -226,7 +232,7 @@ def play_on(engine):
     )
 
 
-def agents_on(engine):
+def make_agent_sampler(engine):
     """Return a sampler of agents on this engine: several contexts, with two requests in parallel."""
     from megatron_grpo.plugins.environments.agents import AgentSampler
     from megatron_grpo.plugins.environments.trajectory import ChatTemplate
@@ -238,14 +244,14 @@ def agents_on(engine):
     return AgentSampler(engine, stage(branching, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), max_model_len=100, concurrency=32))
 
 
-def questions(count):
+def make_agent_prompts(count):
     from megatron_grpo.core.types import Prompt
 
     raws = [[{"role": "user", "content": f"{20 + i} {30 + i}"}] for i in range(count)]
     return [Prompt(number=i, row=i, raw=raw, token_ids=(1, 20 + i, 30 + i, 2, 1), columns={}) for i, raw in enumerate(raws)]
 
 
-def played(groups):
+def read_episodes(groups):
     return {
         group.prompt.number: [
             (
@@ -263,8 +269,8 @@ def played(groups):
 
 def play_inside(rank, world, path, player, told):
     how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
-    with engine_at(path, rank, world) as engine:
-        return told(player(engine).generate(questions(8), how, seed=SEED))
+    with build_engine(path, rank, world) as engine:
+        return told(player(engine).generate(make_agent_prompts(8), how, seed=SEED))
 
 
 def play_and_lose(rank, world, path, named, out, player, told):
@@ -282,8 +288,8 @@ def play_and_lose(rank, world, path, named, out, player, told):
                     break_after(member, 5, ServerGoneError, losses)
             how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
             sampler = build_generator(player(engine), sync_again=lambda version=version: weight_sync.sync_weights(version))
-            groups = sampler.generate(questions(8), how, seed=SEED)
-            assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
+            groups = sampler.generate(make_agent_prompts(8), how, seed=SEED)
+            assert find_worst_context_gap(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
             assert {one.versions[0][0] for group in groups for one in group.completions} == {version}
             found.append(told(groups))
     return found
@@ -308,7 +314,7 @@ def break_after(member, lines, gone, losses):
     member.server.stream = breaking
 
 
-def worst_gap_of_contexts(groups, path):
+def find_worst_context_gap(groups, path):
     import torch
 
     from tests.parity_cases import mask_logits
@@ -328,13 +334,13 @@ def worst_gap_of_contexts(groups, path):
 def test_server_episodes_equal_colocated_and_lost_server_repeats_only_open_turns(models, servers, tmp_path, what):
     from tests.agents import list_turns
 
-    how = (play_on, played) if what == "episodes" else (agents_on, list_turns)
+    how = (make_episode_sampler, read_episodes) if what == "episodes" else (make_agent_sampler, list_turns)
     [inside] = run_ranks(play_inside, 1, models[0], *how, timeout=120)
     if what == "episodes":
         assert {finish_reason for group in inside.values() for *_, finish_reason in group} >= {"max_turns"}
     else:
         assert {len(turns) for rows in inside.values() for turns in rows} == {5}
-    named = named_in(tmp_path / "names", *servers[:2])
+    named = write_addresses(tmp_path / "names", *servers[:2])
     first, second = run_ranks(play_and_lose, 2, models[0], named, tmp_path / "run", *how, env=ASKS, timeout=180)
     for ours, theirs in zip(first, second, strict=True):
         assert sorted(ours) == [0, 2, 4, 6] and by_number([ours, theirs]) == inside
@@ -371,17 +377,17 @@ def run_training(rank, world, flags):
     return main(["train", *flags])
 
 
-def outcome(out: Path):
+def read_outcome(out: Path):
     """Return what was sampled, the metrics without times, and the final weights."""
     import pyarrow.parquet as pq
     from safetensors.numpy import load_file
 
-    from tests.end_to_end.runs import records
+    from tests.end_to_end.runs import read_jsonl
 
     completions = [row for file in sorted((out / "completions").iterdir()) for row in pq.read_table(file).to_pylist()]
     metrics = [
         {name: value for name, value in row.items() if not name.startswith("time/") and name != "tokens_per_second"}
-        for row in records(out / "metrics.jsonl")
+        for row in read_jsonl(out / "metrics.jsonl")
     ]
     return completions, metrics, load_file(out / "hf" / "model.safetensors")
 
@@ -391,10 +397,10 @@ def inside(inputs, tmp_path_factory):
     """Output of a complete run with colocated vLLM."""
     out = tmp_path_factory.mktemp("inside")
     assert run_ranks(run_training, 2, [*inputs, "--vllm_kv_cache_memory_mb", "32", "--output_dir", str(out)], timeout=180) == [0, 0]
-    return outcome(out)
+    return read_outcome(out)
 
 
-def same_run(found, right):
+def assert_same_run(found, right):
     logprobs = [np.concatenate([row.pop("sampler_logprobs") for row in map(dict, rows[0])]) for rows in (found, right)]
     assert np.allclose(*logprobs, atol=1e-4, equal_nan=True)  # NaN where nothing was drawn
     found, right = ([[{**row, "sampler_logprobs": None} for row in rows[0]], *rows[1:]] for rows in (found, right))
@@ -407,10 +413,10 @@ def same_run(found, right):
 
 
 def test_run_on_servers_equals_colocated_run(inputs, inside, servers, tmp_path):
-    named = named_in(tmp_path / "names", *servers[:2])
+    named = write_addresses(tmp_path / "names", *servers[:2])
     flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(tmp_path / "run")]
     assert run_ranks(run_training, 2, flags, env=ASKS, timeout=180) == [0, 0]
-    same_run(outcome(tmp_path / "run"), inside)
+    assert_same_run(read_outcome(tmp_path / "run"), inside)
 
 
 def push_wrong_tensors(rank, world, path, named, out):
@@ -437,7 +443,7 @@ def push_wrong_tensors(rank, world, path, named, out):
 
 
 def test_server_sync_error_names_tensor_and_server(models, servers, tmp_path):
-    run_ranks(push_wrong_tensors, 1, models[0], named_in(tmp_path / "names", *servers[:2]), tmp_path / "run", env=ASKS, timeout=120)
+    run_ranks(push_wrong_tensors, 1, models[0], write_addresses(tmp_path / "names", *servers[:2]), tmp_path / "run", env=ASKS, timeout=120)
 
 
 # ---- who comes and who goes ----------------------------------------------------------------------------------------------------------
@@ -456,14 +462,14 @@ def take_over(rank, world, path, named, out):
             its_publisher.sync_weights(0)
             with pytest.raises(RunError, match="Another process of this run has claimed"):
                 weight_sync.sync_weights(1)
-            assert second.generate(prompts(2), sampling(), seed=SEED)
+            assert second.generate(make_prompts(2), make_sampling(), seed=SEED)
 
 
 def test_server_belongs_to_one_run_and_its_latest_process(models, servers, tmp_path):
-    run_ranks(take_over, 1, models[0], named_in(tmp_path / "names", servers[0]), tmp_path / "run", env=ASKS, timeout=120)
+    run_ranks(take_over, 1, models[0], write_addresses(tmp_path / "names", servers[0]), tmp_path / "run", env=ASKS, timeout=120)
 
 
-def when_answered(rank, count, act):
+def act_when_answered(rank, count, act):
     """Run an action on rank 0 once this many further prompts were answered; return their lines."""
     from megatron_grpo.plugins.servers import requests
 
@@ -482,15 +488,15 @@ def when_answered(rank, count, act):
     return heard
 
 
-def freeze(rank, world, path, named, out, pid):
+def freeze_server(rank, world, path, named, out, pid):
     """Stop a server during a rollout and continue it: it is used again after the next sync."""
     from megatron_grpo.plugins.servers import http, server_group
 
     http.SILENCE, server_group.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         weight_sync.sync_weights(0)
-        when_answered(rank, 5, lambda: os.killpg(pid, signal.SIGSTOP))
-        groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
+        act_when_answered(rank, 5, lambda: os.killpg(pid, signal.SIGSTOP))
+        groups = engine.generate(make_prompts(60), make_sampling(4, 32), seed=SEED)
         assert rank or len(engine._broadcaster.server_group.used) == 1
         if rank == 0:
             os.killpg(pid, signal.SIGCONT)
@@ -498,27 +504,27 @@ def freeze(rank, world, path, named, out, pid):
                 time.sleep(0.05)  # between two looks
         weight_sync.sync_weights(1)
         assert rank or len(engine._broadcaster.server_group.used) == 2
-        assert engine.generate(prompts(4), sampling(), seed=SEED)
-        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+        assert engine.generate(make_prompts(4), make_sampling(), seed=SEED)
+        return dict(zip((g.prompt.number for g in groups), read_tokens(groups), strict=True))
 
 
 def ask_all(rank, world, path, named, out):
     with trainer(rank, world, path, named, out) as (_, engine, weight_sync):
         weight_sync.sync_weights(0)
-        groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
-        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+        groups = engine.generate(make_prompts(60), make_sampling(4, 32), seed=SEED)
+        return dict(zip((g.prompt.number for g in groups), read_tokens(groups), strict=True))
 
 
 @pytest.fixture(scope="module")
 def whole(models, servers, tmp_path_factory):
     """Answers to sixty prompts without a fault."""
     folder = tmp_path_factory.mktemp("whole")
-    return by_number(run_ranks(ask_all, 2, models[0], named_in(folder / "names", servers[0]), folder / "run", env=ASKS, timeout=120))
+    return by_number(run_ranks(ask_all, 2, models[0], write_addresses(folder / "names", servers[0]), folder / "run", env=ASKS, timeout=120))
 
 
 def test_frozen_server_loses_no_prompt_and_is_used_again(models, servers, tmp_path, whole):
-    named = named_in(tmp_path / "names", *servers[:2])
-    ranks = run_ranks(freeze, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ASKS, timeout=180)
+    named = write_addresses(tmp_path / "names", *servers[:2])
+    ranks = run_ranks(freeze_server, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ASKS, timeout=180)
     assert by_number(ranks) == whole
 
 
@@ -544,13 +550,13 @@ def die_in_a_push(rank, world, path, named, out, pid):
             engine.load_weights = killing
         stats = weight_sync.sync_weights(1)
         assert stats.logp_difference_max < 1e-4 and engine.version == 1
-        groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
+        groups = engine.generate(make_prompts(60), make_sampling(4, 32), seed=SEED)
         assert {group.version for group in groups} == {1}
-        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+        return dict(zip((g.prompt.number for g in groups), read_tokens(groups), strict=True))
 
 
 def test_server_killed_in_a_sync_costs_only_that_sync(models, servers, tmp_path, whole):
-    named = named_in(tmp_path / "names", *servers[:2])
+    named = write_addresses(tmp_path / "names", *servers[:2])
     ranks = run_ranks(die_in_a_push, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ASKS, timeout=180)
     assert by_number(ranks) == whole and servers[1].has_left_nothing()
 
@@ -567,15 +573,15 @@ def lose_all(rank, world, path, named, out, pid, address):
             os.killpg(pid, signal.SIGKILL)
             shutil.copy(address, Path(named.removeprefix("@")) / "another")
 
-        heard = when_answered(rank, 10, kill)
-        groups = restoring.generate(prompts(60), sampling(4, 32), seed=SEED)
+        heard = act_when_answered(rank, 10, kill)
+        groups = restoring.generate(make_prompts(60), make_sampling(4, 32), seed=SEED)
         assert {group.version for group in groups} == {0} and engine.version == 0
         assert rank or sorted(int(answer.key) for answer in heard) == list(range(60))  # what was answered was not asked again
-        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+        return dict(zip((g.prompt.number for g in groups), read_tokens(groups), strict=True))
 
 
 def test_new_server_continues_the_rollout_of_the_last_killed_server(models, servers, tmp_path, whole):
-    named = named_in(tmp_path / "names", servers[0])
+    named = write_addresses(tmp_path / "names", servers[0])
     ranks = run_ranks(
         lose_all, 2, models[0], named, tmp_path / "run", servers[0].process.pid, servers[2].address_file, env=ASKS, timeout=180
     )
@@ -587,22 +593,22 @@ def test_new_server_continues_the_rollout_of_the_last_killed_server(models, serv
 
 def test_run_without_servers_is_saved_and_resumes_exactly(inputs, inside, servers, tmp_path):
     out, pid, metrics = tmp_path / "run", servers[2].process.pid, tmp_path / "run" / "metrics.jsonl"
-    named = named_in(tmp_path / "names", servers[2])
+    named = write_addresses(tmp_path / "names", servers[2])
     flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(out)]
 
-    def freeze():
+    def freeze_server():
         while not metrics.exists() or '"step": 3' not in metrics.read_text():
             time.sleep(0.01)
         os.killpg(pid, signal.SIGSTOP)
 
-    threading.Thread(target=freeze, daemon=True).start()
+    threading.Thread(target=freeze_server, daemon=True).start()
     try:
         assert run_ranks(run_training, 2, [*flags, "--vllm_server_timeout", "2"], env=ASKS, timeout=180) == [3, 3]
     finally:
         os.killpg(pid, signal.SIGCONT)
     assert list((out / "checkpoints").iterdir()) and not (out / "hf").exists()
     assert run_ranks(run_training, 2, flags, env=ASKS, timeout=180) == [0, 0]
-    same_run(outcome(out), inside)
+    assert_same_run(read_outcome(out), inside)
 
 
 # ---- for tools/server_faults.py ----------------------------------------------------------------------------------------------------------
@@ -633,9 +639,9 @@ def ask_rounds(rank, world, paths, named, out, folder):
             counts.clear()
             policy.exchange.load(policy.chunks, HfReader(paths[which]))
             weight_sync.sync_weights(number)
-            groups = restoring.generate(prompts(PROMPTS_OF_FAULTS), sampling(4, 32), seed=SEED)
+            groups = restoring.generate(make_prompts(PROMPTS_OF_FAULTS), make_sampling(4, 32), seed=SEED)
             assert {group.version for group in groups} <= {number}
-            mine = dict(zip((group.prompt.number for group in groups), tokens_of(groups), strict=True))
+            mine = dict(zip((group.prompt.number for group in groups), read_tokens(groups), strict=True))
             parts = collectives.all_gather_object([(number, tokens) for number, tokens in mine.items()])
             if rank == 0:
                 all_of_them = [pair for part in parts for pair in part]

@@ -53,7 +53,7 @@ def test_steps_with_forced_experts_equal_float64(made, model, layout, more):
     assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
 
 
-def own_routes(model, tokens: np.ndarray) -> np.ndarray:
+def read_transformers_routes(model, tokens: np.ndarray) -> np.ndarray:
     """Return the experts of transformers' routers: [T, MoE layers, k], sorted."""
     found = []
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
@@ -85,7 +85,7 @@ def test_router_replay_r2_records_experts_and_replay_changes_nothing(made, model
         model = load_tiny(path)
         for sample in pending.samples.values():
             assert (sample.experts[-1] == -1).all() and sample.old_logprobs_from == "recompute"
-            assert np.array_equal(np.sort(sample.experts[:-1], axis=-1), own_routes(model, sample.token_ids)[:-1])
+            assert np.array_equal(np.sort(sample.experts[:-1], axis=-1), read_transformers_routes(model, sample.token_ids)[:-1])
         freely = dataclasses.replace(batch, micro_batches=tuple(dataclasses.replace(micro, experts=None) for micro in batch.micro_batches))
         policy.gradient_check = SimpleNamespace(allows=lambda gradient: False)
         metrics, gradients = [], []
@@ -127,7 +127,7 @@ def test_router_replay_applies_to_policy_and_old_logprobs_but_not_reference(made
     run_ranks(body, 1)
 
 
-def sampled(rank, world, path, *, dtype, tp=1):
+def sample_twice(rank, world, path, *, dtype, tp=1):
     """Return vLLM's answers to three prompts, one of them longer than a block of its prefix cache, each asked twice."""
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.rollout.engine import SamplingSettings
@@ -156,13 +156,13 @@ def test_vllm_returns_experts_on_cpu_on_each_rank_of_an_engine(tmp_path):
     path = write_tiny(tmp_path / "model", "qwen3_moe", layers=3, experts=8, mlp_only_layers=[1])
 
     def body(rank, world):
-        once, again = sampled(rank, world, path, dtype="float32", tp=world)
+        once, again = sample_twice(rank, world, path, dtype="float32", tp=world)
         model = load_tiny(path)
         for group, cached in zip(once, again, strict=True):
             for completion, other in zip(group.completions, cached.completions, strict=True):
                 sequence = completion.sequence
                 assert np.array_equal(sequence.token_ids, other.sequence.token_ids)
-                right = own_routes(model, sequence.token_ids)[:-1]
+                right = read_transformers_routes(model, sequence.token_ids)[:-1]
                 for experts in (sequence.experts, other.sequence.experts):
                     assert np.array_equal(np.sort(experts[:-1], axis=-1), right) and (experts[-1] == -1).all()
         return [group.prompt.number for group in once]
@@ -175,7 +175,7 @@ def test_router_replay_reduces_bfloat16_mismatch(tmp_path):
 
     def body(rank, world):
         policy = cases.build(path, cases.settings(torch_dtype="bfloat16", router_replay_mode="R3"), world)
-        completions = [one for group in sampled(rank, world, path, dtype="bfloat16")[0] for one in group.completions]
+        completions = [one for group in sample_twice(rank, world, path, dtype="bfloat16")[0] for one in group.completions]
         found = []
         for sequences in ([one.sequence for one in completions], [dataclasses.replace(one.sequence, experts=None) for one in completions]):
             scored = policy.scorer.score(sequences, temperature=1.0)
@@ -191,7 +191,7 @@ def test_router_replay_reduces_bfloat16_mismatch(tmp_path):
 
 
 @contextlib.contextmanager
-def experts_otherwise(change):
+def change_experts(change):
     """Mutation: experts of micro-batches are `change(experts, batch)`."""
     from megatron_grpo.core.trainer import sample_buffer as pending
 
@@ -205,7 +205,7 @@ def experts_otherwise(change):
         yield
 
 
-def without_alignment(experts, batch):
+def drop_alignment(experts, batch):
     """Mutation: rows end to end, without the padding between them."""
     kept = experts[~batch.is_padding]
     return np.concatenate([kept, np.full_like(experts[: len(experts) - len(kept)], -1)])
@@ -222,7 +222,7 @@ def router(**methods):
 
 
 @contextlib.contextmanager
-def chosen(wrong):
+def change_choice(wrong):
     """Mutation: wrong(scores, own, forced) -> (scores, experts)."""
     from megatron_grpo.core.policy.router import RouterReplayPass
 
@@ -234,13 +234,13 @@ def chosen(wrong):
         yield
 
 
-def minus_one_is_an_expert(scores, own, forced):
+def use_minus_one_as_expert(scores, own, forced):
     first = torch.arange(forced.shape[1]).expand_as(forced)
     taken = torch.where(forced < 0, first, forced)
     return scores.gather(1, taken), taken
 
 
-def weighed_by_its_own_choice(scores, own, forced):
+def weigh_by_own_choice(scores, own, forced):
     taken = torch.where(forced < 0, own, forced)
     return scores.gather(1, own), taken
 
@@ -251,7 +251,7 @@ def without_gradient(scores, own, forced):
 
 
 @contextlib.contextmanager
-def latest_micro_batch_recomputed():
+def recompute_latest_micro_batch():
     """Mutation: the router uses its latest micro-batch, which under 1F1B is not the one that is recomputed."""
     from megatron_grpo.core.policy.router import RouterReplayPass
 
@@ -272,7 +272,7 @@ def latest_micro_batch_recomputed():
 
 
 @contextlib.contextmanager
-def everyone_replays():
+def replay_reference():
     from megatron_grpo.core.policy.router import RouterReplayPass
 
     right = RouterReplayPass.__init__
@@ -280,28 +280,28 @@ def everyone_replays():
         yield
 
 
-def layers_as_this_rank_counts_them(self):
+def use_local_layer_indices(self):
     """Mutation: layer indices of this rank. Two chunks per stage: layers 0 and 2, 1 and 3."""
     return [0, 2, 1, 3][self.layer_number - 1]
 
 
 MISTAKES = {
     "nothing": contextlib.nullcontext,
-    "a token late": lambda: experts_otherwise(lambda experts, batch: np.roll(experts, 1, axis=0)),
-    "layers turned round": lambda: experts_otherwise(lambda experts, batch: experts[:, ::-1]),
-    "-1 is an expert": lambda: chosen(minus_one_is_an_expert),
-    "weights of its own choice": lambda: chosen(weighed_by_its_own_choice),
-    "routers get no gradient": lambda: chosen(without_gradient),
-    "the reference replays too": everyone_replays,
+    "a token late": lambda: change_experts(lambda experts, batch: np.roll(experts, 1, axis=0)),
+    "layers turned round": lambda: change_experts(lambda experts, batch: experts[:, ::-1]),
+    "-1 is an expert": lambda: change_choice(use_minus_one_as_expert),
+    "weights of its own choice": lambda: change_choice(weigh_by_own_choice),
+    "routers get no gradient": lambda: change_choice(without_gradient),
+    "the reference replays too": replay_reference,
 }
 
 
 @pytest.mark.parametrize(("layout", "more", "mistakes"), [
     ("1", {}, MISTAKES),
     ("PP2 VPP2", RECOMPUTED, {"nothing": contextlib.nullcontext,
-                              "layers by stage": lambda: router(place=property(layers_as_this_rank_counts_them)),
-                              "the latest micro-batch": latest_micro_batch_recomputed}),
-    ("CP2", {}, {"without alignment": lambda: experts_otherwise(without_alignment)}),
+                              "layers by stage": lambda: router(place=property(use_local_layer_indices)),
+                              "the latest micro-batch": recompute_latest_micro_batch}),
+    ("CP2", {}, {"without alignment": lambda: change_experts(drop_alignment)}),
 ], ids=["1", "PP2 VPP2", "CP2"])  # fmt: skip
 def test_router_replay_mutation_is_detected(made, layout, more, mistakes):
     path, batches, right = made("MoE")

@@ -20,7 +20,7 @@ N = 4  # completions of a prompt
 
 
 @contextlib.contextmanager
-def received():
+def count_received():
     """Count the bytes that this rank receives in exchanges and in objects for all ranks. gather_object pads to the longest part."""
     found, kept = Counter(), {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_object", "broadcast_object_list")}
 
@@ -45,7 +45,7 @@ def received():
             setattr(dist, name, function)
 
 
-def long_answers(length, server, body):
+def make_long_answers(length, server, body):
     for request in body.requests:
         rng = np.random.default_rng(request.seed)
         drawn = [
@@ -71,7 +71,7 @@ def deliver_answers(rank, world, path, groups, length):
     from megatron_grpo.plugins.servers.weight_broadcast import WeightBroadcaster
 
     parallel = start(Layout(world_size=world, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1))
-    server = SmallServer(partial(long_answers, length), max_num_seqs=64, max_model_len=length + 8) if rank == 0 else None
+    server = SmallServer(partial(make_long_answers, length), max_num_seqs=64, max_model_len=length + 8) if rank == 0 else None
 
     def pusher():
         server_group = TrainingServerGroup(lambda: [server.address], partial(Server, token=TOKEN, incarnation="1"),
@@ -84,11 +84,11 @@ def deliver_answers(rank, world, path, groups, length):
         server.took(1)
     engine.version = 1  # as after a push
     prompts = [Prompt(number=i, row=i, raw="", token_ids=(4, 5, 6, 7), columns={}) for i in range(groups)]
-    with received() as to_judges:
+    with count_received() as to_judges:
         mine = engine.generate(prompts, SamplingSettings(n=N, max_completion_length=length), seed=1)
     rows = {(0, group.prompt.number * N + i): one for group in mine for i, one in enumerate(group.completions)}
     dp_ranks = {key: (key[1] // N + 1) % world for key in rows}  # every row is trained by another rank than judges it: the worst case
-    with received() as to_trainers:
+    with count_received() as to_trainers:
         held = send_to_dp_ranks(((dp_ranks[key], key, one) for key, one in rows.items()), parallel)
     engine.close()
     return dict(to_judges), dict(to_trainers), {key: one.sequence.token_ids[4:].tolist() for key, one in held.items()}

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 ROWS = 16
 
 
-def samples(num_rows: int = ROWS):
+def make_samples(num_rows: int = ROWS):
     """Return rows of 3 to 10 tokens; row i begins with token 100 + i, and its log-probs are -i / 100."""
     from megatron_grpo.core.types import Sample
 
@@ -38,7 +38,7 @@ def token_weight_fn(num_masked, *, is_truncated, is_zero_std):
     return SimpleNamespace(row_weights=weights, num_sequences=len(num_masked) - sum(is_zero_std), num_loss_tokens=sum(num_masked))
 
 
-class Scorer:
+class RecordingScorer:
     """A policy whose log-probs are targets / -1000; it records which rows it scored."""
 
     def __init__(self):
@@ -53,7 +53,7 @@ def find_home(pending, key) -> int:
     return int(pending.rows.dp_rank[pending.rows.find_indices(*key)])
 
 
-def step(index: int, slices, cut, *, old_logprob_slices=(), keeps=(), last_use=(), staleness=0):
+def make_step(index: int, slices, cut, *, old_logprob_slices=(), keeps=(), last_use=(), staleness=0):
     size = cut.rows_per_slice
     micro_steps = [SimpleNamespace(rollout=0, rows=(j * size, (j + 1) * size), on_policy_version=index - staleness) for j in slices]
     return SimpleNamespace(index=index, micro_steps=micro_steps, old_logprob_slices=old_logprob_slices, keeps=keeps, last_use=last_use)
@@ -67,7 +67,7 @@ def start(rank, world, *, tp: int = 1, pp: int = 1, micro_batch_size: int = 2, m
 
     parallel = start(Layout(world_size=world, tp=tp, pp=pp))
     cut = BatchPartitioner(dp_size=parallel.dp_size, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
-    mine = samples()[rank::world]  # as ranks read them from files
+    mine = make_samples()[rank::world]  # as ranks read them from files
     return SampleBuffer(parallel=parallel, cut=cut).restored(mine), cut
 
 
@@ -98,9 +98,9 @@ def test_sample_buffer_batch_has_local_rows_with_weights_of_the_whole_step(max_t
         from megatron_grpo.core.parallel import collectives
 
         pending, cut = start(rank, world_size, max_tokens=max_tokens)
-        whole = {sample.row: sample for sample in samples()}
+        whole = {sample.row: sample for sample in make_samples()}
         before = list_rows(pending)
-        pending, batch = pending.batch(step(0, range(4), cut), token_weight_fn=token_weight_fn)
+        pending, batch = pending.batch(make_step(0, range(4), cut), token_weight_fn=token_weight_fn)
         trained = [row for micro in batch.micro_batches for _, row in micro.rows]
         assert sorted(trained) == list_rows(pending), "a row stays where it was trained"
         for number, micro in enumerate(batch.micro_batches):
@@ -125,22 +125,24 @@ def test_sample_buffer_batch_has_local_rows_with_weights_of_the_whole_step(max_t
 def test_sample_buffer_reports_token_staleness_with_partial_rollouts():
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
-        pending = pending.with_old_logprobs(Scorer(), step(2, (), cut, old_logprob_slices=[(0, number) for number in range(8)]))
+        pending = pending.with_old_logprobs(
+            RecordingScorer(), make_step(2, (), cut, old_logprob_slices=[(0, number) for number in range(8)])
+        )
         batches = [
-            dataclasses.replace(pending, partial_rollouts=partial).batch(step(2, range(8), cut), token_weight_fn=token_weight_fn)[1]
+            dataclasses.replace(pending, partial_rollouts=partial).batch(make_step(2, range(8), cut), token_weight_fn=token_weight_fn)[1]
             for partial in (True, False)
         ]
         return [(batch.by_token, batch.tokens_by_version) for batch in batches]
 
     [found] = run_ranks(body, 1, timeout=120)
-    whole = [[[0, sample.num_masked]] for sample in samples()]
+    whole = [[[0, sample.num_masked]] for sample in make_samples()]
     assert found == [({"staleness/tokens/mean": 2.0, "staleness/tokens/max": 2, "staleness/versions_per_row": 1.0}, whole), ({}, [])]
 
 
 def test_sample_buffer_row_of_two_passes_is_on_each_training_rank_and_pending_on_one():
     def body(rank, world_size):
         pending, cut = start(rank, world_size, max_tokens=14)
-        pending, batch = pending.batch(step(0, (0, 1, 2, 3, 0), cut), token_weight_fn=token_weight_fn)
+        pending, batch = pending.batch(make_step(0, (0, 1, 2, 3, 0), cut), token_weight_fn=token_weight_fn)
         return list_rows(pending), [row for micro in batch.micro_batches for _, row in micro.rows]
 
     found = run_ranks(body, 2, timeout=120)
@@ -153,19 +155,19 @@ def test_sample_buffer_old_logprobs_reach_all_ranks_of_the_dp_rank():
         from megatron_grpo.core.types import SampleWithOldLogprobs
 
         pending, cut = start(rank, world_size, pp=2, micro_batch_size=4, max_tokens=20)
-        scorer = Scorer()
-        pending = pending.with_old_logprobs(scorer, step(0, (), cut, old_logprob_slices=((0, 1),)))
+        scorer = RecordingScorer()
+        pending = pending.with_old_logprobs(scorer, make_step(0, (), cut, old_logprob_slices=((0, 1),)))
         due = {(0, row) for row in range(8, 16)}
         for key, sample in pending.samples.items():
             assert isinstance(sample, SampleWithOldLogprobs) == (key in due)
             if key in due:
                 assert sample.old_logprobs_from == "recompute"
                 assert np.array_equal(sample.old_logprobs[sample.mask], (sample.token_ids[sample.mask] / -1000).astype(np.float32))
-        pending, batch = pending.batch(step(0, (0,), cut), token_weight_fn=token_weight_fn)
+        pending, batch = pending.batch(make_step(0, (0,), cut), token_weight_fn=token_weight_fn)
         is_last = pending.parallel.is_last_stage
         mine = [key for micro in batch.micro_batches for key in micro.rows] if is_last else []
         values = {key: np.full(pending.samples[key].num_masked, -0.5, np.float32) for key in mine}
-        pending = pending.after(step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values)
+        pending = pending.after(make_step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values)
         assert {sample.old_logprobs_from for sample in pending.samples.values()} <= {"cached"}
         assert pending.rows.keys == [(0, row) for row in range(8)]
         return list_rows(pending)
@@ -188,12 +190,12 @@ def test_sample_buffer_rows_without_a_gradient_are_counted_but_not_computed(whic
         if kinds is None:
             kinds = frozenset({"zero_advantage"})
             pending = dataclasses.replace(pending, rows=dataclasses.replace(pending.rows, is_zero_advantage=np.ones(ROWS, dtype=bool)))
-        everything = pending.batch(step(0, range(4), cut), token_weight_fn=token_weight_fn)[1]
-        pending, scorer = dataclasses.replace(pending, zero_gradient=kinds), Scorer()
+        everything = pending.batch(make_step(0, range(4), cut), token_weight_fn=token_weight_fn)[1]
+        pending, scorer = dataclasses.replace(pending, zero_gradient=kinds), RecordingScorer()
         slices = tuple((0, number) for number in range(4))
-        pending = pending.with_old_logprobs(scorer, step(0, (), cut, old_logprob_slices=slices))
+        pending = pending.with_old_logprobs(scorer, make_step(0, (), cut, old_logprob_slices=slices))
         scored = [row for (_, row), sample in pending.samples.items() if hasattr(sample, "old_logprobs")]
-        pending, batch = pending.batch(step(0, range(4), cut), token_weight_fn=token_weight_fn)
+        pending, batch = pending.batch(make_step(0, range(4), cut), token_weight_fn=token_weight_fn)
         trained = {
             row: set(micro.token_weights[micro.sequence == place])
             for micro in batch.micro_batches
@@ -202,7 +204,7 @@ def test_sample_buffer_rows_without_a_gradient_are_counted_but_not_computed(whic
         for name in ("num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
             assert np.array_equal(getattr(batch, name), getattr(everything, name))
         values = {key: np.full(int((m.sequence == i).sum()), -0.5, np.float32) for m in batch.micro_batches for i, key in enumerate(m.rows)}
-        after = pending.after(step(0, range(4), cut, keeps=slices), values)
+        after = pending.after(make_step(0, range(4), cut, keeps=slices), values)
         kept = [row for (_, row), sample in after.samples.items() if getattr(sample, "old_logprobs_from", "") == "cached"]
         assert after.rows.keys == pending.rows.keys == [(0, row) for row in range(ROWS)]
         return sorted(scored), trained, sorted(kept), [sample.row for sample in after.to_save()], batch.num_left_out, batch.metrics
@@ -214,10 +216,10 @@ def test_sample_buffer_rows_without_a_gradient_are_counted_but_not_computed(whic
     assert sorted(found[0][3] + found[1][3]) == list(range(ROWS)), "each is saved once"
     filling = {row for row, weights in trained.items() if not weights}
     assert filling <= gone and len(filling) == {4: 0, 5: 1, 16: 2}[len(gone)]
-    lengths = {sample.row: len(sample.token_ids) for sample in samples()}
+    lengths = {sample.row: len(sample.token_ids) for sample in make_samples()}
     assert sorted(lengths[row] for row in filling) == sorted(lengths[row] for row in gone)[: len(filling)], "the shortest"
     assert {row: weights for row, weights in trained.items() if weights} == {
-        sample.row: {sample.num_masked / 1000} for sample in samples() if sample.row in expected
+        sample.row: {sample.num_masked / 1000} for sample in make_samples() if sample.row in expected
     }
     assert all(one[4] == len(gone) and one[5]["packing/computed_rows"] == 1 - len(gone) / ROWS for one in found)
     counts = {(one[5]["packing/completions"], one[5]["packing/computed_completions"]) for one in found}
@@ -237,7 +239,7 @@ def test_sample_buffer_shared_prefix_uses_experts_of_the_first_row():
             return [np.zeros(len(micro.targets), np.float32) for micro in micro_batches], experts
 
         slices = tuple((0, number) for number in range(4))
-        pending = pending.with_old_logprobs(SimpleNamespace(old_logprobs=old_logprobs), step(0, (), cut, old_logprob_slices=slices))
+        pending = pending.with_old_logprobs(SimpleNamespace(old_logprobs=old_logprobs), make_step(0, (), cut, old_logprob_slices=slices))
         return {row: sample.experts[:, 0, 0].tolist() for (_, row), sample in pending.samples.items()}
 
     by_rank = run_ranks(body, 2, timeout=120)
@@ -254,13 +256,13 @@ def test_sample_buffer_contradiction_to_schedule_is_an_error():
         with pytest.raises(
             ValueError, match="row 0 of rollout 0 was sampled by version 0 .* the training schedule collects its rollout at version -1"
         ):
-            pending.batch(step(3, (0,), cut, staleness=4), token_weight_fn=token_weight_fn)
+            pending.batch(make_step(3, (0,), cut, staleness=4), token_weight_fn=token_weight_fn)
         early = dataclasses.replace(pending, rows=dataclasses.replace(pending.rows, on_policy_version=np.ones(ROWS, dtype=np.int64)))
         with pytest.raises(ValueError, match="by version 0 and is on-policy at 1; the training schedule"):
-            early.batch(step(2, (0,), cut), token_weight_fn=token_weight_fn)
+            early.batch(make_step(2, (0,), cut), token_weight_fn=token_weight_fn)
         with pytest.raises(KeyError):
-            pending.batch(step(0, (99,), cut), token_weight_fn=token_weight_fn)
+            pending.batch(make_step(0, (99,), cut), token_weight_fn=token_weight_fn)
         with pytest.raises(ValueError, match="trained at version 3 without old log-probs"):
-            pending.batch(step(3, (0,), cut, staleness=3), token_weight_fn=token_weight_fn)
+            pending.batch(make_step(3, (0,), cut, staleness=3), token_weight_fn=token_weight_fn)
 
     run_ranks(body, 1)

@@ -41,15 +41,15 @@ def test_sampling_mask_steps_equal_float64(made, layout):
     assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
 
 
-def unfiltered(kept):
+def drop_mask(kept):
     return None
 
 
-def a_token_late(kept):
+def shift_mask(kept):
     return kept.take(np.roll(np.arange(len(kept.counts)), 1))
 
 
-@pytest.mark.parametrize("mistake", [unfiltered, a_token_late])
+@pytest.mark.parametrize("mistake", [drop_mask, shift_mask])
 def test_sampling_mask_mutation_is_detected(made, mistake):
     path, batches, losses, right = made
     cfg = cases.settings(**losses["cispo"], micro_batch_size=4)
@@ -102,7 +102,7 @@ def test_sampling_mask_sampler_and_trainer_logprobs_agree(tmp_path):
                         words = one.sequence.mask_ids[one.sequence.mask_offsets[number] : one.sequence.mask_offsets[number + 1]]
                         before = one.sequence.token_ids[at - number : at]
                         right = (
-                            allowed(logits[at - 1], "".join(map(str, before)))
+                            find_allowed_token(logits[at - 1], "".join(map(str, before)))
                             if name == "bound"
                             else find_kept_tokens(logits[at - 1], sampling)
                         )
@@ -118,7 +118,7 @@ def test_sampling_mask_sampler_and_trainer_logprobs_agree(tmp_path):
     assert beyond and max(counts) <= 256, "the nucleus of all words is larger than what may travel, or other words"
 
 
-def allowed(logits: torch.Tensor, said: str) -> list[int]:
+def find_allowed_token(logits: torch.Tensor, said: str) -> list[int]:
     """Return the most probable of the tokens that the grammar allows next: word n is "n", and EOS is allowed after a complete text."""
     may = [n for n in range(4, len(logits)) if re.fullmatch("1[0-9]{0,7}", f"{said}{n}")]
     may += [EOS] if re.fullmatch("1[0-9]{3,7}", said) else []

@@ -102,7 +102,7 @@ def test_shared_prefix_lora_steps_equal_peft(made, tmp_path):
 
 
 @contextlib.contextmanager
-def collated_otherwise(change):
+def change_collation(change):
     """Mutation: micro-batches are `change(batch)`; only TrainingMicroBatches, because the reference scores the same ones."""
     from megatron_grpo.core.trainer import sample_buffer
 
@@ -111,7 +111,7 @@ def collated_otherwise(change):
         yield
 
 
-def first_tokens(batch):
+def iterate_first_tokens(batch):
     """Yield (trained position, its child) where the last position of a trunk predicts a child's first token."""
     child_segments = {segment.start: segment for segment in batch.segments if segment.parent >= 0}
     for i in range(len(batch.logit_positions) - 1):
@@ -120,28 +120,28 @@ def first_tokens(batch):
             yield i, child_segments[batch.logit_positions[i + 1]]
 
 
-def moved(offset: int):
+def move_positions(offset: int):
     def change(batch):
         at = batch.logit_positions.copy()
-        for i, child in first_tokens(batch):
+        for i, child in iterate_first_tokens(batch):
             at[i] = child.start + offset
         return dataclasses.replace(batch, logit_positions=at)
 
     return change
 
 
-def one_token_a_place(batch):
+def keep_one_token_per_position(batch):
     _, first = np.unique(batch.logit_positions, return_index=True)
     kept = np.isin(np.arange(len(batch.logit_positions)), first)
     return dataclasses.replace(batch, token_weights=batch.token_weights * kept)
 
 
-def weights_divided_by_copies(batch):
+def divide_weights_by_copies(batch):
     _, place, counts = np.unique(batch.logit_positions, return_inverse=True, return_counts=True)
     return dataclasses.replace(batch, token_weights=batch.token_weights / counts[place])
 
 
-def children_at(first):
+def place_children_at(first):
     def change(batch):
         positions = batch.positions.copy()
         for segment in batch.segments:
@@ -152,7 +152,7 @@ def children_at(first):
     return change
 
 
-def siblings_see_each_other(batch):
+def show_siblings(batch):
     merged = []
     for segment in batch.segments:
         if segment.parent >= 0 and merged[-1].parent == segment.parent:
@@ -162,11 +162,11 @@ def siblings_see_each_other(batch):
     return dataclasses.replace(batch, segments=tuple(merged))
 
 
-def parents_dropped(batch):
+def drop_parents(batch):
     return dataclasses.replace(batch, segments=tuple(dataclasses.replace(segment, parent=-1) for segment in batch.segments))
 
 
-def padding_of_a_parent_seen(batch):
+def show_parent_padding(batch):
     parents = {segment.parent for segment in batch.segments}
     widened = [
         dataclasses.replace(segment, length=segment.end - segment.start) if number in parents else segment
@@ -194,22 +194,22 @@ def without_gradient_of_inherited_keys(right, *args):
     return (dq, dk, dv) if part.is_causal else (dq, dk * 0, dv * 0)
 
 
-def with_its_own_log_sum_exp(right, grad, q, k, v, out, lse, part, scale):
+def patch_log_sum_exp(right, grad, q, k, v, out, lse, part, scale):
     from megatron_grpo.core.policy import attention
 
     return right(grad, q, k, v, out, attention.FLASH_RIGHT.forward(q, k, v, part, scale)[1], part, scale)
 
 
 @contextlib.contextmanager
-def own_log_sum_exp():
+def use_own_log_sum_exp():
     from megatron_grpo.core.policy import attention
 
-    with mock.patch.object(attention, "FLASH_RIGHT", attention.FLASH_ON_CPU, create=True), kernel(backward=with_its_own_log_sum_exp):
+    with mock.patch.object(attention, "FLASH_RIGHT", attention.FLASH_ON_CPU, create=True), kernel(backward=patch_log_sum_exp):
         yield
 
 
 @contextlib.contextmanager
-def parts_averaged():
+def average_parts():
     import torch
 
     with mock.patch.object(torch, "logaddexp", lambda one, other: other + np.log(2)):
@@ -217,7 +217,7 @@ def parts_averaged():
 
 
 @contextlib.contextmanager
-def merged_outside_of_the_function():
+def merge_outside():
     """Mutation: autograd differentiates the merge; kernels have no gradient for their log-sum-exp."""
     import torch
 
@@ -253,7 +253,7 @@ def merged_outside_of_the_function():
 
 
 @contextlib.contextmanager
-def told_by_the_group_alone():
+def group_by_number_only():
     from megatron_grpo.core.batching import collate
 
     right = collate.common_prefix
@@ -266,7 +266,7 @@ def told_by_the_group_alone():
 
 
 @contextlib.contextmanager
-def z_loss_counts_once():
+def count_z_loss_once():
     from megatron_grpo.core.policy.router import PolicyRouter
 
     right = PolicyRouter.apply_z_loss
@@ -280,32 +280,34 @@ def z_loss_counts_once():
 
 
 @contextlib.contextmanager
-def z_loss_over_computed_tokens():
+def average_z_loss_over_computed():
     from megatron_grpo.core.types import GlobalBatch
 
     computed = property(lambda self: sum(micro.num_tokens - micro.num_padding_tokens for micro in self.micro_batches))
-    with mock.patch.object(GlobalBatch, "num_computed_tokens", computed), z_loss_counts_once():
+    with mock.patch.object(GlobalBatch, "num_computed_tokens", computed), count_z_loss_once():
         yield
 
 
 MISTAKES = {
     "nothing": contextlib.nullcontext,
-    "first token from its own hidden state": lambda: collated_otherwise(moved(0)),
-    "first token from the place before it, its sibling's end": lambda: collated_otherwise(moved(-1)),
-    "a place predicts one token": lambda: collated_otherwise(one_token_a_place),
-    "weights divided by copies": lambda: collated_otherwise(weights_divided_by_copies),
-    "completions at positions from 0": lambda: collated_otherwise(children_at(lambda batch, child: 0)),
-    "positions by place": lambda: collated_otherwise(children_at(lambda batch, child: child.start - batch.segments[child.parent].start)),
-    "siblings see each other": lambda: collated_otherwise(siblings_see_each_other),
-    "parents dropped": lambda: collated_otherwise(parents_dropped),
-    "parts averaged": parts_averaged,
-    "parts merged outside": merged_outside_of_the_function,
+    "first token from its own hidden state": lambda: change_collation(move_positions(0)),
+    "first token from the place before it, its sibling's end": lambda: change_collation(move_positions(-1)),
+    "a place predicts one token": lambda: change_collation(keep_one_token_per_position),
+    "weights divided by copies": lambda: change_collation(divide_weights_by_copies),
+    "completions at positions from 0": lambda: change_collation(place_children_at(lambda batch, child: 0)),
+    "positions by place": lambda: change_collation(
+        place_children_at(lambda batch, child: child.start - batch.segments[child.parent].start)
+    ),
+    "siblings see each other": lambda: change_collation(show_siblings),
+    "parents dropped": lambda: change_collation(drop_parents),
+    "parts averaged": average_parts,
+    "parts merged outside": merge_outside,
     "prompt's keys without gradient": lambda: kernel(backward=without_gradient_of_inherited_keys),
-    "backward with a part's own log-sum-exp": own_log_sum_exp,
+    "backward with a part's own log-sum-exp": use_own_log_sum_exp,
 }
 
 
-def distances(path, batches, settings, mistakes, layout="1") -> dict[str, cases.Distance]:
+def measure_distances(path, batches, settings, mistakes, layout="1") -> dict[str, cases.Distance]:
     case = cases.LAYOUTS[layout]
     cfg = cases.settings(**settings, **case.settings)
     right = cases.reference(path, cfg, batches)
@@ -331,19 +333,19 @@ SHARED = dict(beta=0.05, max_tokens_per_micro_batch=96, **cases.SHARED)
 
 def test_shared_prefix_mutation_is_detected(made):
     path, batches, _ = made("dense")
-    assert_seen(distances(path, batches[:1], SHARED, MISTAKES))
+    assert_seen(measure_distances(path, batches[:1], SHARED, MISTAKES))
 
 
 def test_shared_prefix_visible_padding_is_detected(made):
     path, batches, _ = made("dense")
-    mistakes = {"nothing": contextlib.nullcontext, "padding": lambda: collated_otherwise(padding_of_a_parent_seen)}
-    assert_seen(distances(path, batches[:1], SHARED, mistakes, "CP2"))
+    mistakes = {"nothing": contextlib.nullcontext, "padding": lambda: change_collation(show_parent_padding)}
+    assert_seen(measure_distances(path, batches[:1], SHARED, mistakes, "CP2"))
 
 
 def test_shared_prefix_z_loss_mutation_is_detected(made):
     path, batches, _ = made("MoE")
-    mistakes = {"nothing": contextlib.nullcontext, "once": z_loss_counts_once, "over computed tokens": z_loss_over_computed_tokens}
-    assert_seen(distances(path, batches[:1], SHARED | cases.MODEL_SETTINGS["MoE"], mistakes))
+    mistakes = {"nothing": contextlib.nullcontext, "once": count_z_loss_once, "over computed tokens": average_z_loss_over_computed}
+    assert_seen(measure_distances(path, batches[:1], SHARED | cases.MODEL_SETTINGS["MoE"], mistakes))
 
 
 def test_shared_prefix_grouping_by_number_only_is_detected(made):
@@ -355,4 +357,4 @@ def test_shared_prefix_grouping_by_number_only_is_detected(made):
         if sample.row % 2 and not sample.mask[:3].any() and len(tokens) > 3:
             tokens[1] = (tokens[1] + 1) % 125
         changed.append(dataclasses.replace(sample, token_ids=tokens, prefix=0))
-    assert_seen(distances(path, [changed], SHARED, {"nothing": contextlib.nullcontext, "number": told_by_the_group_alone}))
+    assert_seen(measure_distances(path, [changed], SHARED, {"nothing": contextlib.nullcontext, "number": group_by_number_only}))

@@ -40,11 +40,11 @@ def run(path, batches, folder, settings, *, poison=None, spoil=None, check=0, fl
 
         policy, said = cases.build(path, cfg, world), []
         step_callback = kept.make_step_recorder(policy, cfg, path, folder, check=check, said=said)
-        kept.take(policy, step_callback, kept.fresh(batches[0]), 0)
+        kept.take(policy, step_callback, kept.make_samples(batches[0]), 0)
         if spoil is not None and rank == 1:
             spoil(policy)
         try:
-            trained = kept.take(policy, step_callback, kept.fresh(batches[1], poison), 1)
+            trained = kept.take(policy, step_callback, kept.make_samples(batches[1], poison), 1)
         except RunError as error:
             return said, str(error), None
         return said, trained.skipped, {name: float(trained.metrics[name]) for name in ("loss", "grad_norm")}
@@ -68,7 +68,7 @@ def test_replay_on_one_rank_names_nan_advantage(dense, batches, tmp_path, settin
     assert not [one for one in tmp_path.iterdir() if "partial" in one.name]
 
 
-def changed(**values):
+def change_config(**values):
     def change(path):
         facts = json.loads((path / "step_dump.json").read_text()) | values
         (path / "step_dump.json").write_text(json.dumps({name: value for name, value in facts.items() if value != "gone"}))
@@ -76,15 +76,15 @@ def changed(**values):
     return change
 
 
-def other_setting(name, value):
+def change_setting(name, value):
     def change(path):
         facts = json.loads((path / "step_dump.json").read_text())
-        changed(settings=facts["settings"] | {name: value})(path)
+        change_config(settings=facts["settings"] | {name: value})(path)
 
     return change
 
 
-def cut(name):
+def truncate_file(name):
     def change(path):
         whole = (path / name).read_bytes()
         (path / name).write_bytes(whole[: len(whole) // 2])
@@ -95,24 +95,24 @@ def cut(name):
 # What is done to a step dump -> flags, and what is said. Nothing of it loads a model.
 SPOILED = {
     "not an object": (lambda path: (path / "step_dump.json").write_text("[]"), [], "has format None; this version reads format 1"),
-    "no settings": (changed(settings="gone"), [], "not a complete step dump: step_dump.json cannot be read (KeyError: 'settings')"),
-    "a loss that is none": (other_setting("loss_type", "grqo"), [], "loss_type in the settings of the step dump cannot be 'grqo'"),
-    "a number in words": (other_setting("beta", "much"), [], "beta in the settings of the step dump must be a number"),
+    "no settings": (change_config(settings="gone"), [], "not a complete step dump: step_dump.json cannot be read (KeyError: 'settings')"),
+    "a loss that is none": (change_setting("loss_type", "grqo"), [], "loss_type in the settings of the step dump cannot be 'grqo'"),
+    "a number in words": (change_setting("beta", "much"), [], "beta in the settings of the step dump must be a number"),
     "a list for a number": (
-        other_setting("num_generations", [1, 2]),
+        change_setting("num_generations", [1, 2]),
         [],
         "num_generations in the settings of the step dump takes one value",
     ),
-    "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
-    "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "step_dump.json cannot be read"),
-    "a cut file of rows": (cut("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
-    "a cut forward": (cut("forward/rank_00000.npz"), [], "forward/rank_00000.npz cannot be read"),
-    "cut generators": (cut("rng.npz"), [], "rng.npz cannot be read"),
+    "no rows of the timetable": (change_config(micro_steps=[]), [], "its step has no rows"),
+    "other micro-steps": (change_config(micro_steps=[{"rows": [0, 1]}]), [], "step_dump.json cannot be read"),
+    "a cut file of rows": (truncate_file("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
+    "a cut forward": (truncate_file("forward/rank_00000.npz"), [], "forward/rank_00000.npz cannot be read"),
+    "cut generators": (truncate_file("rng.npz"), [], "rng.npz cannot be read"),
     "no rows": (lambda path: shutil.rmtree(path / "rows"), [], "8 of its 8 rows are missing"),
     "no weights": (lambda path: shutil.rmtree(path / "weights"), [], "/weights) does not exist"),
-    "an adapter that is gone": (changed(weights={"folder": "adapter"}), [], "the adapter before the step, does not exist"),
-    "a checkpoint that was removed": (changed(weights={"folder": None, "checkpoint": "/gone"}), [], "/gone, does not exist"),
-    "a checkpoint that is none": (changed(weights={"folder": None, "checkpoint": "/"}), [], "resume: /manifest.json is missing"),
+    "an adapter that is gone": (change_config(weights={"folder": "adapter"}), [], "the adapter before the step, does not exist"),
+    "a checkpoint that was removed": (change_config(weights={"folder": None, "checkpoint": "/gone"}), [], "/gone, does not exist"),
+    "a checkpoint that is none": (change_config(weights={"folder": None, "checkpoint": "/"}), [], "resume: /manifest.json is missing"),
     "another checkpoint": (lambda path: None, ["--resume", "/gone"], "resume: /gone/manifest.json is missing"),
     "a flag that is none": (lambda path: None, ["--tensor_paralel", "2"], "tensor_paralel is not a setting"),
 }
@@ -125,7 +125,9 @@ def step_dump(dense, batches, tmp_path_factory):
 
     def body(rank, world):
         policy = cases.build(dense, cfg, world)
-        kept.take(policy, kept.make_step_recorder(policy, cfg, dense, folder), kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
+        kept.take(
+            policy, kept.make_step_recorder(policy, cfg, dense, folder), kept.make_samples(batches[0], {5: dict(advantage=math.nan)}), 0
+        )
 
     run_ranks(body, 1, timeout=120)
     [path] = folder.glob("step_*")
@@ -154,7 +156,7 @@ def test_step_dump_full_disk_blocks_no_rank(dense, batches, tmp_path):
         policy, said = cases.build(dense, cfg, world), []
         step_callback = kept.make_step_recorder(policy, cfg, dense, tmp_path, said=said)
         with mock.patch.object(Path, "write_text", full):
-            trained = kept.take(policy, step_callback, kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
+            trained = kept.take(policy, step_callback, kept.make_samples(batches[0], {5: dict(advantage=math.nan)}), 0)
         return trained.skipped, said
 
     for skipped, said in run_ranks(body, 2, timeout=60):
@@ -210,7 +212,7 @@ def test_replay_of_dump_without_lost_rank_needs_all_rows(dense, batches, tmp_pat
 
         policy.train_step = hang
         with pytest.raises(Hangs):
-            kept.take(policy, step_callback, kept.fresh(batches[0]), 0)
+            kept.take(policy, step_callback, kept.make_samples(batches[0]), 0)
         step_callback.dump_on_hang("between two steps nothing is left behind")
 
     run_ranks(body, 2, timeout=120)

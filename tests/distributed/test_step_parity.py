@@ -20,7 +20,7 @@ def batches(dense):
     return cases.stored_rollout(dense, vocab=125)
 
 
-def step(dense, batches, name: str = "1", micro_batch_size: int = 2, tamper=None, **settings) -> cases.Trained:
+def take_step(dense, batches, name: str = "1", micro_batch_size: int = 2, tamper=None, **settings) -> cases.Trained:
     layout = cases.LAYOUTS[name]
     cfg = cases.settings(micro_batch_size=micro_batch_size, **settings, **layout.settings)
     return run_ranks(lambda rank, world: cases.train(rank, world, dense, cfg, batches, tamper), layout.world_size)[0]
@@ -28,13 +28,13 @@ def step(dense, batches, name: str = "1", micro_batch_size: int = 2, tamper=None
 
 @pytest.fixture(scope="module")
 def one_rank(dense, batches):
-    return step(dense, batches)
+    return take_step(dense, batches)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["1", "TP2", "PP2", "DP2"])
 def test_step_loss_and_gradient_norm_are_equal_in_each_layout_and_micro_batch_size(dense, batches, one_rank, name, micro_batch_size):
-    found = step(dense, batches, name, micro_batch_size)
+    found = take_step(dense, batches, name, micro_batch_size)
     assert found.losses[0] == pytest.approx(one_rank.losses[0], rel=1e-5)
     assert found.grad_norms[0] == pytest.approx(one_rank.grad_norms[0], rel=1e-5)
 
@@ -56,7 +56,7 @@ def padded(request, tmp_path_factory):
 def test_step_padding_embedding_has_no_gradient(padded, name):
     """The norm of zeros has a very large derivative, which would clip the step to nearly 0. A tied output layer still trains the row."""
     path, batches, right = padded
-    found = step(path, batches, name)
+    found = take_step(path, batches, name)
     assert cases.distance(found, right).within(), cases.distance(found, right)
     assert found.grad_norms[0] < 1000
     assert found.gradients["model.embed_tokens.weight"][PAD].any() == ("lm_head.weight" not in found.gradients)
@@ -147,6 +147,6 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("name", "mistake", "settings"), MISTAKES, ids=[mistake.__name__ for _, mistake, _ in MISTAKES])
 def test_step_gradient_mutation_is_detected(dense, batches, one_rank, name, mistake, settings):
-    right = step(dense, batches, **settings) if settings else one_rank
-    wrong = cases.distance(step(dense, batches, name, tamper=mistake, **settings), right)
+    right = take_step(dense, batches, **settings) if settings else one_rank
+    wrong = cases.distance(take_step(dense, batches, name, tamper=mistake, **settings), right)
     assert not wrong.within(loss=1e-3, gradient=1e-3, weight=1e-3)

@@ -9,7 +9,7 @@ from megatron_grpo.core.parallel.autograd import copy_to_ranks
 from tests.ranks import run_ranks
 
 
-def gradient(rank: int, world: int) -> tuple[list, list, bool]:
+def compute_gradient(rank: int, world: int) -> tuple[list, list, bool]:
     """Return the gradient of x under a weight of rank + 1, contiguous and transposed."""
     found, weight = [], torch.arange(6.0).reshape(2, 3) * (rank + 1)
     for use in (lambda y: (y * weight).sum(), lambda y: (y.t() * weight.t().contiguous()).sum()):
@@ -21,8 +21,8 @@ def gradient(rank: int, world: int) -> tuple[list, list, bool]:
 
 def test_gradient_sum_over_ranks_with_transposed_tensor_is_exact():
     summed = [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]  # (1 + 2) times 0..5
-    assert run_ranks(gradient, 2) == [(summed, summed, True)] * 2
+    assert run_ranks(compute_gradient, 2) == [(summed, summed, True)] * 2
 
 
 def test_gradient_sum_on_one_rank_is_the_identity():
-    assert run_ranks(gradient, 1) == [([[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]], True)]
+    assert run_ranks(compute_gradient, 1) == [([[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]], True)]

@@ -33,7 +33,7 @@ def is_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def optimizer_state(policy) -> list[torch.Tensor]:
+def read_optimizer_state(policy) -> list[torch.Tensor]:
     """Return Adam's moments, flat, and its step count."""
     inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     states = [state for one in inner for state in one.optimizer.state.values()]
@@ -67,7 +67,7 @@ def test_train_step_with_nonfinite_loss_changes_no_weights_or_moments(dense, bat
 
         policy = cases.build(dense, cases.settings(**layout.settings), world)
         policy.train_step(cases.make_batch(policy, batches[0], 0))
-        before, moments, loss = get_weights(policy), optimizer_state(policy), StepLoss.__call__
+        before, moments, loss = get_weights(policy), read_optimizer_state(policy), StepLoss.__call__
 
         def broken(*args):
             value, kept = loss(*args)
@@ -75,7 +75,7 @@ def test_train_step_with_nonfinite_loss_changes_no_weights_or_moments(dense, bat
 
         StepLoss.__call__ = broken
         trained = policy.train_step(cases.make_batch(policy, batches[1], 1))
-        left = all(torch.equal(a, b) for a, b in zip(moments, optimizer_state(policy), strict=True)) and bool(moments)
+        left = all(torch.equal(a, b) for a, b in zip(moments, read_optimizer_state(policy), strict=True)) and bool(moments)
         return trained.skipped, is_same(before, get_weights(policy)), left
 
     assert run_ranks(body, layout.world_size) == [("its gradient is not finite", True, True)] * layout.world_size
@@ -104,7 +104,7 @@ def test_train_step_computes_logits_once_for_token_losses(dense, batches, name):
         assert found["GSPO"][0] == found["GSPO"][1]
 
 
-def refused_by_a_guard(policy, batch):
+def refuse_by_check(policy, batch):
     policy.gradient_check = SimpleNamespace(allows=lambda gradient: False)
     return policy.train_step(batch)
 
@@ -114,7 +114,7 @@ def without_a_trained_token(policy, batch):
     return policy.train_step(dataclasses.replace(batch, micro_batches=micro_batches, num_loss_tokens=0))
 
 
-@pytest.mark.parametrize("skipped", [refused_by_a_guard, without_a_trained_token])
+@pytest.mark.parametrize("skipped", [refuse_by_check, without_a_trained_token])
 @pytest.mark.parametrize("name", ["1", "DP2"])
 def test_train_step_skipped_changes_no_state(dense, batches, name, skipped):
     """Weights do not change (decay would change them without a gradient), nor moments, nor the next step."""
@@ -131,7 +131,7 @@ def test_train_step_skipped_changes_no_state(dense, batches, name, skipped):
         for one in (policy, other):
             one.train_step(cases.make_batch(one, batches[1], 1))
         moved = not is_same(after, get_weights(policy))
-        moments = [torch.equal(a, b) for a, b in zip(optimizer_state(policy), optimizer_state(other), strict=True)]
+        moments = [torch.equal(a, b) for a, b in zip(read_optimizer_state(policy), read_optimizer_state(other), strict=True)]
         return bool(trained.skipped), is_same(before, after), moved, is_same(get_weights(policy), get_weights(other)), all(moments)
 
     assert run_ranks(body, layout.world_size) == [(True,) * 5] * layout.world_size

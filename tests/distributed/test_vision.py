@@ -100,36 +100,36 @@ def test_vision_lora_steps_equal_peft(prepared, family):
 # ---- what leaves no error: each is set here, and must be seen
 
 
-def no_mark(policy):
+def drop_marks(policy):
     for chunk in policy.chunks:
         for parameter in chunk.vision.tower.parameters():
             parameter.sequence_parallel = False
 
 
-def axes_in_blocks(policy):
+def split_axes_in_blocks(policy):
     blocks = [axis for axis, count in enumerate(policy.exchange.map.shape.rope.sections) for _ in range(count)]
     for chunk in policy.chunks:
         chunk.axes = torch.tensor(blocks)
 
 
-def rotary_buffers_cast(policy):
+def cast_rotary_buffers(policy):
     for chunk in policy.chunks:
         for buffer in chunk.vision.tower.buffers():
             buffer.copy_(buffer.bfloat16())
 
 
-def deepstack_backwards(policy):
+def reverse_deepstack(policy):
     for chunk in policy.chunks:
         chunk.vision._encode = lambda pictures, encode=chunk.vision._encode: (lambda first, *deep: [first, *deep[::-1]])(*encode(pictures))
 
 
-def plain_positions(_):
+def use_plain_positions(_):
     from megatron_grpo.core.batching import collate
 
     collate.positions = lambda length, images: np.tile(np.arange(length), (3, 1))
 
 
-def places_from_ids(_):
+def find_positions_by_token(_):
     """Mutation: take the first image tokens as the image's positions, equally many; a sampled image token may be among them."""
     from megatron_grpo.core.batching import collate
 
@@ -148,7 +148,7 @@ def places_from_ids(_):
     collate.image_tokens = seen
 
 
-def once_for_each_child(_):
+def embed_per_child(_):
     """Mutation: embed a trunk's images once per context."""
     from megatron_grpo.core.batching import collate
 
@@ -159,17 +159,17 @@ def once_for_each_child(_):
 
 
 MUTATIONS = {
-    "no mark": (no_mark, {}),
-    "axes in blocks": (axes_in_blocks, {}),
-    "rotary buffers cast": (rotary_buffers_cast, {}),
-    "deepstack backwards": (deepstack_backwards, {}),
-    "plain positions": (plain_positions, {}),
-    "places from ids": (places_from_ids, {}),
-    "a picture for each child": (once_for_each_child, dict(share_prefix="true")),
+    "no mark": (drop_marks, {}),
+    "axes in blocks": (split_axes_in_blocks, {}),
+    "rotary buffers cast": (cast_rotary_buffers, {}),
+    "deepstack backwards": (reverse_deepstack, {}),
+    "plain positions": (use_plain_positions, {}),
+    "places from ids": (find_positions_by_token, {}),
+    "a picture for each child": (embed_per_child, dict(share_prefix="true")),
 }
 
 
-def mutated(rank, world, path, layout, batches):
+def apply_mutation(rank, world, path, layout, batches):
     from megatron_grpo.core.batching import collate
 
     parallel = cases.join(vision.settings(path, {}, layout), world)
@@ -185,7 +185,7 @@ def test_vision_silent_mutation_is_detected(prepared):
     path, (first, _), logprobs = prepared("qwen3_vl")
     where = vision.LAYOUTS["TP2 SP"]
     right = cases.reference(path, vision.settings(path, vision.ALL_TRAINS), [first])  # one step is enough: gradients are compared
-    found = run_ranks(mutated, where.world_size, path, where.settings, [first], timeout=180)[0]
+    found = run_ranks(apply_mutation, where.world_size, path, where.settings, [first], timeout=180)[0]
     far = {name: vision.far(scored, logprobs) for name, (scored, _) in found.items()}
     for name, (_, trained) in found.items():
         assert not cases.distance(trained, right).within(), name

@@ -239,7 +239,7 @@ def test_loaded_layers_compute_what_transformers_computes(tmp_path, name, tp):
             query, key = attention.q_norm(query), attention.k_norm(key)
         expected = layer.mlp(hidden)
     torch.testing.assert_close(torch.cat([q for q, _, _, _ in ranks], dim=2), query)
-    repeats = max(1, tp // shape.num_query_groups)  # with fewer key/value heads than ranks, neighbours share one
+    repeats = max(1, tp // shape.num_query_groups)  # with fewer key/value heads than ranks, neighbors share one
     for place, theirs in ((1, key), (2, value)):
         torch.testing.assert_close(torch.cat([rank[place] for rank in ranks], dim=2), theirs.repeat_interleave(repeats, dim=2))
     for *_, out in ranks:

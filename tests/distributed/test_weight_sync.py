@@ -21,7 +21,7 @@ from megatron_grpo.core.rollout.vllm_weights import WeightLoader
 from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from megatron_grpo.core.weights.hf_files import HfReader
-from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
+from tests.distributed.test_rollout import PROMPTS, SAMPLING, build_engine, read_tokens
 from tests.parity_cases import build, settings
 from tests.ranks import run_ranks
 from tests.tiny_models import HYBRIDS, hf_logprobs, load_tiny, write_tiny
@@ -45,20 +45,20 @@ MODELS = {
 BOTH_KINDS = ["linear_attention", "full_attention"]
 
 
-def by_reload():
+def load_by_reload():
     """Load each sync with vLLM's own reload."""
     loader = WeightLoader()
     loader.reason = "this test compares with it"
     return loader
 
 
-def forgets(module):
+def skip_repack(module):
     """Replacement of `vllm_patches.pack` that leaves the CPU kernels' copy of the weights unchanged."""
     if type(module.quant_method).__name__ == "UnquantizedLinearMethod":
         module.weight = torch.nn.Parameter(torch.empty(0, dtype=module.weight.dtype), requires_grad=False)
 
 
-class HfPolicy:
+class HfCheckpointPolicy:
     """A checkpoint with the interface of a policy."""
 
     def __init__(self, path, dtype="float32"):
@@ -136,8 +136,8 @@ def test_weight_sync_is_exact_and_each_patch_is_needed(checkpoints, name, tp):
     paths = checkpoints(name)
 
     def body(rank, world_size):
-        policies = [HfPolicy(path) for path in paths]  # first: vLLM changes the classes that it takes from transformers
-        with engine_at(paths[0], rank, world_size, tp=tp) as engine:
+        policies = [HfCheckpointPolicy(path) for path in paths]  # first: vLLM changes the classes that it takes from transformers
+        with build_engine(paths[0], rank, world_size, tp=tp) as engine:
             found = check_weights(policies[0], engine, version=0)
             largest, mean = found.logp_difference_max, found.logp_difference_mean
             assert mean <= largest < 1e-4
@@ -147,20 +147,20 @@ def test_weight_sync_is_exact_and_each_patch_is_needed(checkpoints, name, tp):
             assert stats.num_tensors == len(policies[1].tensors) and stats.logp_difference_max < 1e-4
             assert stats.num_bytes == sum(tensor.nbytes for tensor in policies[1].tensors.values())
             new = engine.generate(PROMPTS, SAMPLING, seed=1)
-            assert {group.version for group in new} == {1} and tokens_of(new) != tokens_of(old)
+            assert {group.version for group in new} == {1} and read_tokens(new) != read_tokens(old)
             for group in new:
                 for completion in group.completions:
                     expected = hf_logprobs(policies[1].model, completion.sequence.token_ids.tolist(), SAMPLING.temperature)
                     assert np.abs(expected.numpy() - completion.logprobs[1:])[completion.sequence.mask[1:]].max() < 1e-4
 
             assert engine._weights.table is not None, engine._weights.reason
-            engine._weights.pack = forgets
+            engine._weights.pack = skip_repack
             with pytest.raises(WeightSyncError, match="does not sample from the weights of version 2"):
                 sync(policies[2], engine, version=2, verify=True)
             engine._weights.pack = vllm_patches.pack
             for version, policy in ((3, policies[2]), (4, policies[0])):
                 assert sync(policy, engine, version=version, verify=True).logp_difference_max < 1e-4
-            assert tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1)) == tokens_of(old)
+            assert read_tokens(engine.generate(PROMPTS, SAMPLING, seed=1)) == read_tokens(old)
 
     run_ranks(body, tp)
 
@@ -169,8 +169,8 @@ def test_weight_sync_silent_failure_is_detected(checkpoints):
     paths = checkpoints("qwen3")
 
     def body(rank, world_size):
-        with engine_at(paths[0], rank, world_size) as engine:
-            policies = [HfPolicy(path) for path in paths]
+        with build_engine(paths[0], rank, world_size) as engine:
+            policies = [HfCheckpointPolicy(path) for path in paths]
             check_weights(policies[0], engine, version=0)
             good = itertools.cycle(policies[1:])  # so that every push changes every weight
             version = 0
@@ -182,7 +182,7 @@ def test_weight_sync_silent_failure_is_detected(checkpoints):
 
             def offers(named):
                 policy = next(good)
-                offer = HfPolicy(policy.path)
+                offer = HfCheckpointPolicy(policy.path)
                 offer.stream = lambda: named(policy.tensors)
                 return offer
 
@@ -207,7 +207,7 @@ def test_weight_sync_silent_failure_is_detected(checkpoints):
                     yield name, view
 
             give(offers(reuses_one_buffer))  # nothing is held
-            ours, engine._weights = engine._weights, by_reload()
+            ours, engine._weights = engine._weights, load_by_reload()
             with pytest.raises(WeightSyncError, match="All engines differ"):
                 give(offers(reuses_one_buffer))
             give(next(good))
@@ -221,7 +221,7 @@ def test_weight_sync_silent_failure_is_detected(checkpoints):
 
             # The engine keeps nothing of what it was given.
             before = engine.score(engine.probes())
-            policy = HfPolicy(paths[0])
+            policy = HfCheckpointPolicy(paths[0])
             give(policy)
             after = engine.score(engine.probes())
             for tensor in policy.tensors.values():
@@ -231,7 +231,7 @@ def test_weight_sync_silent_failure_is_detected(checkpoints):
     run_ranks(body, 1)
 
 
-def held_by(engine):
+def read_engine_state(engine):
     """Return all tensors of the engine's model, bit for bit, and its scores of the probes."""
     (model,) = engine._llm.collective_rpc(lambda worker: worker.model_runner.get_model())
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -245,20 +245,20 @@ def test_weight_sync_by_copy_table_equals_vllm_reload(checkpoints, name, tp, sen
     paths = checkpoints(name, sent)
 
     def body(rank, world_size):
-        with engine_at(paths[0], rank, world_size, tp=tp, dtype=dtype) as engine:
-            policies = [HfPolicy(path, sent) for path in paths]
+        with build_engine(paths[0], rank, world_size, tp=tp, dtype=dtype) as engine:
+            policies = [HfCheckpointPolicy(path, sent) for path in paths]
 
             def push_with(loader, number, change=lambda named: named):
                 engine._weights = loader
                 update = WeightUpdate(kind="weights", version=1, tensors=change(policies[number].tensors.items()))
                 engine.load_weights(update)
-                return held_by(engine)
+                return read_engine_state(engine)
 
-            theirs, ours = by_reload(), WeightLoader()
+            theirs, ours = load_by_reload(), WeightLoader()
             right = [push_with(theirs, number) for number in (0, 1, 2)]
             assert right[0] != right[1] and theirs.table is None
             assert push_with(ours, 1) == right[1] and ours.table is not None, ours.reason  # the push that is watched
-            assert push_with(ours, 2) == right[2] and push_with(ours, 0, reversed_) == right[0]
+            assert push_with(ours, 2) == right[2] and push_with(ours, 0, reverse_order) == right[0]
             table = ours.table
 
             # What sleep_level 2 does: the weights are gone, and may come to lie elsewhere.
@@ -270,7 +270,7 @@ def test_weight_sync_by_copy_table_equals_vllm_reload(checkpoints, name, tp, sen
             # An error in the middle: the next push is whole, watched or not.
             for loader in (ours, WeightLoader()):
                 with pytest.raises(ZeroDivisionError):
-                    push_with(loader, 0, broken)
+                    push_with(loader, 0, break_order)
                 assert push_with(loader, 2) == right[2]
                 assert engine._weights.table is not None
 
@@ -282,11 +282,11 @@ def test_weight_sync_by_copy_table_equals_vllm_reload(checkpoints, name, tp, sen
     run_ranks(body, tp)
 
 
-def reversed_(items):
+def reverse_order(items):
     return reversed(list(items))
 
 
-def broken(items):
+def break_order(items):
     yield from list(items)[:5]
     raise ZeroDivisionError
 
@@ -297,8 +297,8 @@ def test_weight_sync_without_copy_table_falls_back_to_reload_with_reason(checkpo
     def body(rank, world_size):
         from megatron_grpo.core.rollout import vllm_weight_layout, vllm_weights
 
-        with engine_at(paths[0], rank, world_size) as engine:
-            policies, said = [HfPolicy(path) for path in paths], []
+        with build_engine(paths[0], rank, world_size) as engine:
+            policies, said = [HfCheckpointPolicy(path) for path in paths], []
             vllm_weights.logger.warning = lambda text, why: said.append(why)
 
             def refused(why):
@@ -314,8 +314,8 @@ def test_weight_sync_without_copy_table_falls_back_to_reload_with_reason(checkpo
 
             from_view, vllm_weight_layout.TensorView.from_view = (
                 vllm_weight_layout.TensorView.from_view,
-                classmethod(shifted),
-            )  # the lesson is learnt wrong
+                classmethod(swap_queries_and_keys),
+            )  # a wrong layout is recorded
             refused("model.layers.0.self_attn.qkv_proj differs when it is loaded without vLLM")
             vllm_weight_layout.TensorView.from_view = from_view
 
@@ -329,7 +329,7 @@ def test_weight_sync_without_copy_table_falls_back_to_reload_with_reason(checkpo
     run_ranks(body, 1)
 
 
-def shifted(cls, view, whole):
+def swap_queries_and_keys(cls, view, whole):
     """Swap queries and keys of a layer, which have equal sizes."""
     offset = view.storage_offset() - whole.storage_offset()
     if tuple(whole.shape) == (256, 64) and tuple(view.shape) == (64, 64):
@@ -342,8 +342,8 @@ def test_weight_sync_wrong_weights_on_one_rank_stop_all_ranks(checkpoints, tp):
     paths = checkpoints("qwen3-tied")
 
     def body(rank, world_size):
-        with engine_at(paths[0], rank, world_size, tp=tp) as engine:
-            policy, other = HfPolicy(paths[1]), HfPolicy(paths[2])
+        with build_engine(paths[0], rank, world_size, tp=tp) as engine:
+            policy, other = HfCheckpointPolicy(paths[1]), HfCheckpointPolicy(paths[2])
             policy.stream = (other if rank == 1 else policy).stream
             with pytest.raises(WeightSyncError) as error:
                 sync(policy, engine, version=1, verify=True)
@@ -358,18 +358,18 @@ def test_weight_sync_skips_weights_that_the_engine_has(checkpoints):
     paths = checkpoints("qwen3")
 
     def body(rank, world_size):
-        with engine_at(paths[0], rank, world_size) as engine:
+        with build_engine(paths[0], rank, world_size) as engine:
             assert WeightSyncManager(None, engine, verify=False).sync_weights(0) is None  # no policy is asked for anything
-            first = WeightSyncManager(HfPolicy(paths[0]), engine, verify=True)
+            first = WeightSyncManager(HfCheckpointPolicy(paths[0]), engine, verify=True)
             assert (
                 first.sync_weights(0).num_tensors == 0 and engine.version == 0
             )  # the engine read the checkpoint by itself: looked at once
             assert first.sync_weights(0) is None
             with pytest.raises(WeightSyncError, match="does not sample from the weights of version 0"):
-                WeightSyncManager(HfPolicy(paths[1]), engine, verify=True).sync_weights(0)
+                WeightSyncManager(HfCheckpointPolicy(paths[1]), engine, verify=True).sync_weights(0)
             with engine.wake_up():
                 assert engine.generate([], SAMPLING, seed=0) == []
-            pushed = sync(HfPolicy(paths[1]), engine, version=7, verify=False)
+            pushed = sync(HfCheckpointPolicy(paths[1]), engine, version=7, verify=False)
             assert pushed.num_tensors and engine.version == 7 and math.isnan(pushed.logp_difference_max)
 
     run_ranks(body, 1)
@@ -380,8 +380,8 @@ def test_weight_sync_nonfinite_weight_is_named(checkpoints):
     paths, name = checkpoints("qwen3"), "model.layers.1.mlp.up_proj.weight"
 
     def body(rank, world_size):
-        with engine_at(paths[0], rank, world_size) as engine:
-            policy, found = HfPolicy(paths[1]), []
+        with build_engine(paths[0], rank, world_size) as engine:
+            policy, found = HfCheckpointPolicy(paths[1]), []
             if rank == 1:
                 for tensor in (policy.tensors[name], policy.model.get_parameter(name).data):
                     tensor[0, 0] = float("nan")
@@ -400,11 +400,11 @@ def test_weight_sync_bfloat16_passes_and_stale_output_layer_is_detected(checkpoi
     paths = checkpoints("qwen3-tied", "bfloat16")
 
     def body(rank, world_size):
-        with engine_at(paths[0], rank, world_size, dtype="bfloat16") as engine:
-            policies = [HfPolicy(path, "bfloat16") for path in paths]
+        with build_engine(paths[0], rank, world_size, dtype="bfloat16") as engine:
+            policies = [HfCheckpointPolicy(path, "bfloat16") for path in paths]
             assert engine.dtype == "bfloat16"
             stats = sync(policies[1], engine, version=1, verify=True)
-            engine._weights.pack = forgets
+            engine._weights.pack = skip_repack
             with pytest.raises(WeightSyncError, match="more than a mean of 0.2"):
                 sync(policies[2], engine, version=2, verify=True)
             return stats.logp_difference_mean
@@ -420,7 +420,7 @@ def test_weight_sync_megatron_policy_and_engines_agree_before_and_after(checkpoi
     def body(rank, world_size):
         policy = build(paths[0], settings(**layout), world_size)
         policy.exchange.bucket_bytes = 8 << 10  # most tensors travel in slices
-        with engine_at(paths[0], rank, world_size, tp=engine_tp) as engine:
+        with build_engine(paths[0], rank, world_size, tp=engine_tp) as engine:
             largest = check_weights(policy, engine, version=0).logp_difference_max
             assert largest < 1e-4
             before = engine.score(engine.probes())
@@ -437,7 +437,7 @@ def test_weight_sync_megatron_policy_and_engines_agree_before_and_after(checkpoi
                     for parameter in policy.tensors().values():
                         parameter.mul_(1.1)
             assert engine._weights.table is not None
-            return tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1))
+            return read_tokens(engine.generate(PROMPTS, SAMPLING, seed=1))
 
     first, second = run_ranks(body, 2)
     assert len(first) + len(second) == len(PROMPTS)
@@ -492,7 +492,7 @@ def test_weight_sync_engine_buffers_at_most_one_moe_layer(tmp_path):
             check_weights(policy, engine, version=update.version)
             return *most, layer, sent
 
-        with engine_at(path, rank, world_size) as engine:
+        with build_engine(path, rank, world_size) as engine:
             return [pushed(update) for version in (1, 2) for update in policy.updates(version, has_base=True)]
 
     for watched, by_table in run_ranks(body, 2):

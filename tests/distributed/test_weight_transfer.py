@@ -14,7 +14,7 @@ from megatron_grpo.plugins.servers.weight_transfer import LinkError, Rendezvous,
 from tests.ranks import run_ranks
 
 
-def _tensors():
+def _make_tensors():
     """Return tensors of all kinds: dtypes of 1 to 8 bytes, empty, scalar, non-contiguous, larger than a bucket."""
     generator = torch.Generator().manual_seed(3)
     return [
@@ -24,7 +24,7 @@ def _tensors():
     ]  # fmt: skip
 
 
-def _members(rank, world, name="link", seconds=20.0, meeting=None):
+def _make_link(rank, world, name="link", seconds=20.0, meeting=None):
     """Return a link of all ranks over a store of their own beside the default group."""
     meeting = meeting or (Rendezvous() if rank == 0 else None)
     box = [meeting.port if meeting else None]
@@ -34,7 +34,7 @@ def _members(rank, world, name="link", seconds=20.0, meeting=None):
     return None, WeightReceiverWorker(address="127.0.0.1", port=box[0], rank=rank, world=world, name=name, seconds=seconds)
 
 
-def _said(receiver):
+def _catch_error(receiver):
     try:
         return [name for name, _ in receiver.receive()]
     except LinkError as error:
@@ -43,14 +43,14 @@ def _said(receiver):
 
 def test_weight_transfer_is_exact_for_each_bucket_size():
     def run(rank, world):
-        meeting, link = _members(rank, world)
+        meeting, link = _make_link(rank, world)
         for bucket_bytes in (1, 100, 10_000):
             if rank == 0:
-                assert link.send(iter(_tensors()), bucket_bytes) == (8, sum(t.nbytes for _, t in _tensors()))
+                assert link.send(iter(_make_tensors()), bucket_bytes) == (8, sum(t.nbytes for _, t in _make_tensors()))
                 continue
             got = list(link.receive())
-            assert [name for name, _ in got] == [name for name, _ in _tensors()]
-            for (_, theirs), (_, ours) in zip(got, _tensors(), strict=True):
+            assert [name for name, _ in got] == [name for name, _ in _make_tensors()]
+            for (_, theirs), (_, ours) in zip(got, _make_tensors(), strict=True):
                 assert theirs.dtype == ours.dtype and theirs.shape == ours.shape and torch.equal(theirs, ours)
         dist.barrier()
 
@@ -62,7 +62,7 @@ def test_weight_transfer_slices_form_the_tensor():
     slices = [TensorSlice(whole[a:b, c:d], (a, c), (5, 6)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 1), (1, 6))]
 
     def run(rank, world):
-        meeting, link = _members(rank, world)
+        meeting, link = _make_link(rank, world)
         for bucket_bytes in (1, 100, 10_000):
             if rank == 0:
                 link.send(iter([("a", torch.ones(3)), *(("sliced", one) for one in slices), ("b", torch.ones(2))]), bucket_bytes)
@@ -79,7 +79,7 @@ def test_weight_transfer_slices_form_the_tensor():
 
 def test_weight_transfer_keeps_received_tensors():
     def run(rank, world):
-        meeting, link = _members(rank, world)
+        meeting, link = _make_link(rank, world)
         if rank == 0:
             link.send(((str(i), torch.full((50,), float(i))) for i in range(20)), 256)
         else:
@@ -91,33 +91,33 @@ def test_weight_transfer_keeps_received_tensors():
 
 def test_weight_transfer_source_error_reaches_all_and_next_sync_is_exact():
     def failing():
-        yield from _tensors()[:3]
+        yield from _make_tensors()[:3]
         raise ZeroDivisionError("the trainer's own")
 
     def run(rank, world):
-        meeting, link = _members(rank, world)
+        meeting, link = _make_link(rank, world)
         if rank == 0:
             with pytest.raises(ZeroDivisionError):
                 link.send(failing(), 64)
             assert link.is_whole
-            link.send(iter(_tensors()), 64)
+            link.send(iter(_make_tensors()), 64)
             return None
         with pytest.raises(TransferCancelledError):
             list(link.receive())
         return [name for name, _ in link.receive()]
 
-    assert run_ranks(run, 3)[1:] == [[name for name, _ in _tensors()]] * 2
+    assert run_ranks(run, 3)[1:] == [[name for name, _ in _make_tensors()]] * 2
 
 
 def test_weight_transfer_lost_member_ends_the_sync_and_others_reconnect():
     def run(rank, world):
-        meeting, link = _members(rank, world, seconds=30.0)
+        meeting, link = _make_link(rank, world, seconds=30.0)
         start = time.monotonic()
         if rank == 0:
             with pytest.raises(LinkError, match="broke"):
                 link.send(((str(i), torch.zeros(100_000)) for i in range(100)), 400_000)
             with pytest.raises(LinkError, match="is closed"):  # not one byte more: a short message would complete a long one
-                link.send(iter(_tensors()), 64)
+                link.send(iter(_make_tensors()), 64)
         elif rank == 1:
             with pytest.raises(LinkError, match="broke"):
                 list(link.receive())
@@ -132,10 +132,10 @@ def test_weight_transfer_lost_member_ends_the_sync_and_others_reconnect():
         box = [meeting.port if meeting else None]
         dist.broadcast_object_list(box, 0)
         if rank == 0:
-            WeightSender(meeting, name="second", world=2, local_host="127.0.0.1", seconds=20).send(iter(_tensors()), 64)
+            WeightSender(meeting, name="second", world=2, local_host="127.0.0.1", seconds=20).send(iter(_make_tensors()), 64)
         elif rank == 1:
             second = WeightReceiverWorker(address="127.0.0.1", port=box[0], rank=1, world=2, name="second", seconds=20)
-            assert [name for name, _ in second.receive()] == [name for name, _ in _tensors()]
+            assert [name for name, _ in second.receive()] == [name for name, _ in _make_tensors()]
         dist.barrier()
 
     run_ranks(run, 3)
@@ -158,11 +158,11 @@ def test_weight_transfer_message_out_of_order_is_an_error():
     """This is what a sync that continued after a failed broadcast would look like."""
 
     def run(rank, world):
-        meeting, link = _members(rank, world)
+        meeting, link = _make_link(rank, world)
         if rank == 0:
             link._numbers(1, 5, 8, 8)
         else:
-            assert "expected message 0 of a weight update" in _said(link)
+            assert "expected message 0 of a weight update" in _catch_error(link)
         dist.barrier()
 
     run_ranks(run, 2)

@@ -30,7 +30,7 @@ def made(tmp_path_factory):
     def get(model: str):
         if model not in found:
             path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
-            batches = equal_rewards(cases.stored_rollout(path, num_steps=2, vocab=125))
+            batches = equalize_rewards(cases.stored_rollout(path, num_steps=2, vocab=125))
             right = {loss: cases.reference(path, cases.settings(**chosen), batches) for loss, chosen in cases.ZERO_GRADIENT_LOSSES.items()}
             found[model] = path, batches, right
         return found[model]
@@ -38,7 +38,7 @@ def made(tmp_path_factory):
     return get
 
 
-def equal_rewards(steps):
+def equalize_rewards(steps):
     """Return rewards that are equal in half of the groups in the first step, and in all groups in the second."""
     first, second = steps
     return [*cases.with_zero_std([first], *EQUAL), *cases.with_zero_std([second], 0, 1, 2, 3)]
@@ -60,7 +60,7 @@ def train(rank, world, path, cfg, batches, parallel):
     return cases.train(rank, world, path, cfg, batches, count, parallel=parallel), (parallel.dp_rank, rows)
 
 
-def computed_rows(by_rank) -> tuple[list[int], list[int]]:
+def read_computed_rows(by_rank) -> tuple[list[int], list[int]]:
     """Return the rows of both steps from what each rank's `train` returned."""
     replica_rows = dict(rows for _, rows in by_rank).values()
     return tuple(sorted(row for rows in replica_rows for row in rows[step]) for step in (0, 1))
@@ -90,7 +90,7 @@ def test_zero_gradient_rows_computed_or_not_equal_float64(made, name):
         distances = [cases.distance(one[loss][0], right[loss]) for one in (*left_out, *all_rows)]
         assert all(distance.within(loss=1e-5) for distance in distances), (loss, cases.merge_worst(distances))
         assert both[0].losses == pytest.approx(both[1].losses, rel=1e-6, abs=1e-7), loss
-        first, second = computed_rows([one[loss] for one in left_out])
+        first, second = read_computed_rows([one[loss] for one in left_out])
         assert len(first) == num_rows
         assert len(second) == (7 if "KL" in loss else 0), "a step in which nothing has a gradient"
         assert both[0].grad_norms[1] == both[1].grad_norms[1] == 0.0 or "KL" in loss
@@ -105,7 +105,7 @@ def test_zero_gradient_rows_with_adapters_and_images_equal_float64(tmp_path, wha
     else:
         path, layout, ways = vision.write_vlm(tmp_path / "model", "qwen2_5_vl"), "DP2", vision.ALL_TRAINS | cases.CUTS["1 each"]
         rollout = vision.rollout(path, num_steps=2)
-    batches = equal_rewards(rollout)
+    batches = equalize_rewards(rollout)
     where, options = cases.LAYOUTS[layout], dict(model=str(path)) | ways | cases.SHARED
     right = cases.reference(path, cases.settings(**options), batches)
 
@@ -117,5 +117,5 @@ def test_zero_gradient_rows_with_adapters_and_images_equal_float64(tmp_path, wha
     by_rank = run_ranks(body, where.world_size, timeout=200)
     distances = [cases.distance(trained, right) for runs in by_rank for trained, _ in runs]
     assert all(distance.within(loss=1e-5) for distance in distances), cases.merge_worst(distances)
-    left_out, all_rows = (computed_rows([runs[way] for runs in by_rank]) for way in (0, 1))
+    left_out, all_rows = (read_computed_rows([runs[way] for runs in by_rank]) for way in (0, 1))
     assert (left_out, all_rows) == (([2, 3, 6, 7], []), ([*range(8)], [*range(8)]))

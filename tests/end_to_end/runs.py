@@ -49,17 +49,17 @@ def without_plots() -> None:
     sys.modules["matplotlib"] = None  # type: ignore[assignment]  # Python's own way to say that an import fails
 
 
-def records(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def after_steps(flags: list[str], steps: int, then: Callable[[], None]) -> None:
+def call_after_steps(flags: list[str], steps: int, then: Callable[[], None]) -> None:
     """Call `then`, in a thread of this process, when the run with these flags has recorded this many optimizer steps."""
     file = Path(flags[flags.index("--output_dir") + 1]) / "metrics.jsonl"
 
     def watch():
-        while not file.exists() or len(records(file)) < steps:
+        while not file.exists() or len(read_jsonl(file)) < steps:
             time.sleep(0.002)  # between two looks
         then()
 
@@ -68,4 +68,4 @@ def after_steps(flags: list[str], steps: int, then: Callable[[], None]) -> None:
 
 def stop_after_steps(flags: list[str], steps: int) -> None:
     """Send this process the signal of a scheduler after this many steps."""
-    after_steps(flags, steps, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    call_after_steps(flags, steps, lambda: os.kill(os.getpid(), signal.SIGTERM))

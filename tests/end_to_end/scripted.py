@@ -20,7 +20,7 @@ from megatron_grpo.core.types import Completion, Prompt, Sample
 LONGEST = 8  # tokens of a completion
 
 
-def answers(model_path: str | Path, temperature: float, *, by_version: bool = False) -> Callable[[Prompt, int, int], Completion]:
+def make_answers(model_path: str | Path, temperature: float, *, by_version: bool = False) -> Callable[[Prompt, int, int], Completion]:
     """Return completions that depend on prompt, completion index and weight version, with log-probs near the initial model's."""
     from tests.tiny_models import hf_logprobs, load_tiny
 
@@ -41,7 +41,7 @@ def answers(model_path: str | Path, temperature: float, *, by_version: bool = Fa
 
 
 def read_answers(cfg: Any, model_path: str | Path) -> Callable[[Prompt, int, int], Completion]:
-    return answers(model_path, cfg.rollout.temperature, by_version=cfg.rollout.async_rollout_depth > 0)
+    return make_answers(model_path, cfg.rollout.temperature, by_version=cfg.rollout.async_rollout_depth > 0)
 
 
 def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) -> int:
@@ -62,7 +62,7 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
 # ---- the same by transformers ----------------------------------------------------------------------------------------------------------
 
 
-def expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
+def compute_expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
     """Return `tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
     from megatron_grpo.core.batching.schedule import TrainingSchedule
     from megatron_grpo.run.config.parse import resolve
@@ -132,6 +132,6 @@ def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
     return np.where(sample.mask, np.concatenate([[0.0], found.numpy()]), 0.0)
 
 
-def even(completion: Completion, prompt: Prompt) -> float:
+def score_even(completion: Completion, prompt: Prompt) -> float:
     """Return the value of `runs.REWARD`."""
     return sum(token % 2 == 0 for token in completion.answer_ids) / completion.num_sampled

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.base.files import MARK
-from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.runs import read_jsonl, train, write_inputs
 from tests.ranks import run_ranks
-from tests.small_hub import SmallHub, use
+from tests.small_hub import LocalHub, use
 
 STEPS = 10
 
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     flags = [*write_inputs(folder), *("--output_dir", str(folder / "out")), *("--max_steps", str(STEPS))]
     flags += ["--eval_dataset", str(folder / "data.jsonl"), "--log_entropy", "true"]
-    hub = SmallHub()
+    hub = LocalHub()
     assert run_ranks(train_and_push, 2, [*flags, *PUSHES], hub.address, timeout=180) == [0, 0]
     hub.close()
     PUSHED.update(hub.repositories)
@@ -41,13 +41,13 @@ def train_and_push(rank: int, world_size: int, flags: list[str], address: str) -
 
 
 def test_run_reward_rises(run):
-    before, after = records(run[0] / "evaluations.jsonl")
+    before, after = read_jsonl(run[0] / "evaluations.jsonl")
     assert (before["step"], after["step"]) == (0, STEPS)
     assert after["even"] > before["even"] + 0.15
 
 
 def test_sampler_and_trainer_agree_at_every_step(run):
-    steps = records(run[0] / "metrics.jsonl")
+    steps = read_jsonl(run[0] / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     # Two engines: exactly 0 would mean that one copied the other.
     assert 0 < max(step["sampling/sampling_logp_difference/max"] for step in steps) <= 1e-4
@@ -59,7 +59,7 @@ def test_run_metrics_have_documented_names(run):
         completions/clipped_ratio sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max
         sampling/importance_sampling_ratio/mean staleness/mean staleness/max num_tokens time/rollout time/reward
         time/old_logprobs time/train time/weight_sync time/step tokens_per_second packing/efficiency"""
-    first = records(run[0] / "metrics.jsonl")[0]
+    first = read_jsonl(run[0] / "metrics.jsonl")[0]
     assert not [name for name in promised.split() if name not in first]
 
 
@@ -99,7 +99,7 @@ def test_completions_hold_every_row_with_its_reward(run):
         np.testing.assert_allclose(advantages, expected if len(set(rewards)) > 1 else 0.0, atol=1e-9)
 
 
-def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]:
+def score_greedily(rank, world_size, path: str, data: str) -> tuple[float, float]:
     """Return the held-out score of a checkpoint by transformers and by vLLM."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,8 +129,8 @@ def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]
 def test_run_export_has_the_reported_score(run):
     out, flags = run
     data = flags[flags.index("--dataset") + 1]
-    ((by_transformers, by_vllm),) = run_ranks(greedy_scores, 1, str(out / "hf"), data, timeout=120)
-    said = records(out / "evaluations.jsonl")[-1]["even"]
+    ((by_transformers, by_vllm),) = run_ranks(score_greedily, 1, str(out / "hf"), data, timeout=120)
+    said = read_jsonl(out / "evaluations.jsonl")[-1]["even"]
     assert by_vllm == pytest.approx(said, abs=1e-9)
     assert by_transformers == pytest.approx(said, abs=1e-9)
 
@@ -143,7 +143,7 @@ def test_run_resolved_configuration_is_reusable(run):
     assert again.groups() == first.groups()
 
 
-def train_with_the_advantage_turned(rank, world_size, flags):
+def train_with_negated_advantages(rank, world_size, flags):
     from megatron_grpo.core.grpo.advantages import ESTIMATORS
 
     real = ESTIMATORS["grpo"]
@@ -153,12 +153,12 @@ def train_with_the_advantage_turned(rank, world_size, flags):
 
 def test_run_with_negated_advantages_lowers_the_reward(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out")]
-    assert run_ranks(train_with_the_advantage_turned, 2, flags, timeout=180) == [0, 0]
-    before, after = records(tmp_path / "out" / "evaluations.jsonl")
+    assert run_ranks(train_with_negated_advantages, 2, flags, timeout=180) == [0, 0]
+    before, after = read_jsonl(tmp_path / "out" / "evaluations.jsonl")
     assert after["even"] < before["even"]
 
 
-def train_without_pushing(rank, world_size, flags):
+def train_without_sync(rank, world_size, flags):
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     def only_says_so(self, update):
@@ -171,14 +171,14 @@ def train_without_pushing(rank, world_size, flags):
 
 def test_run_missing_sync_is_an_error(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out")]
-    assert run_ranks(train_without_pushing, 2, flags, timeout=180) == [1, 1]
-    assert [step["step"] for step in records(tmp_path / "out" / "metrics.jsonl")] == [1], "no second rollout is sampled"
+    assert run_ranks(train_without_sync, 2, flags, timeout=180) == [1, 1]
+    assert [step["step"] for step in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1], "no second rollout is sampled"
 
 
 def test_run_missing_sync_without_verification_shows_in_metrics(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--verify_weight_sync", "false"]
-    run_ranks(train_without_pushing, 2, flags, timeout=180)
-    steps = records(tmp_path / "out" / "metrics.jsonl")
+    run_ranks(train_without_sync, 2, flags, timeout=180)
+    steps = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert max(step["sampling/sampling_logp_difference/max"] for step in steps) > 1e-2
 
 

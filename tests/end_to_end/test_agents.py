@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chat_models import DROPS, write_chat
-from tests.end_to_end.runs import after_steps, records, train
+from tests.end_to_end.runs import call_after_steps, read_jsonl, train
 from tests.ranks import RanksFailed, run_ranks
 
 STEPS = 2
@@ -81,7 +81,7 @@ def kill_in_mid_rollout(rank: int, world_size: int, flags: list[str]) -> int:
             time.sleep(0.002)  # until the agent is between two turns
         os.kill(os.getpid(), signal.SIGKILL)
 
-    after_steps(flags, 1, end)
+    call_after_steps(flags, 1, end)
     return train(rank, world_size, flags)
 
 
@@ -103,7 +103,7 @@ def test_agent_run_killed_in_mid_rollout_resumes_exactly(flags, tmp_path):
     assert not programs(here), "the programs of a killed run are killed"
     assert run_ranks(train, 2, flags, timeout=240) == [0, 0]
 
-    whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
+    whole, found = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == [line["step"] for line in whole] == [1, 2]
     for one, other in zip(whole, found, strict=True):
         kept = [name for name in EXACT if name in one]
@@ -114,7 +114,7 @@ def test_agent_run_killed_in_mid_rollout_resumes_exactly(flags, tmp_path):
         assert one.get("sampling/sampling_logp_difference/max", 0.0) < 1e-4  # none where all rewards are equal
 
     scores = [
-        [(one["step"], one["mean@2"], one["mean@2/stderr"]) for one in records(tmp_path / name / "evaluations.jsonl")]
+        [(one["step"], one["mean@2"], one["mean@2/stderr"]) for one in read_jsonl(tmp_path / name / "evaluations.jsonl")]
         for name in ("whole", "out")
     ]
     assert scores[0] == scores[1] and [step for step, *_ in scores[0]] == [0, 1, 2]

@@ -15,7 +15,7 @@ import pytest
 from megatron_grpo import cli
 from tests.end_to_end import scripted
 from tests.end_to_end.outside_parts import Alphabet
-from tests.end_to_end.runs import records, stop_after_steps, write_inputs
+from tests.end_to_end.runs import read_jsonl, stop_after_steps, write_inputs
 from tests.end_to_end.test_many_steps import LORA, SIZES, get_weights
 from tests.ranks import run_ranks
 
@@ -49,7 +49,7 @@ def whole(inputs, tmp_path_factory):
 
 
 def assert_it_is_that_of_transformers(out: Path, flags: list[str], world_size: int) -> None:
-    right, found = scripted.expected(flags, world_size, scripted.even), records(out / "metrics.jsonl")
+    right, found = scripted.compute_expected(flags, world_size, scripted.score_even), read_jsonl(out / "metrics.jsonl")
     assert [step["loss"] for step in found] == pytest.approx(right.losses, rel=1e-5, abs=2e-6)
     assert [step["grad_norm"] for step in found] == pytest.approx(right.grad_norms, rel=1e-5)
     for name, wanted in right.weights.items():
@@ -60,7 +60,7 @@ def assert_it_is_that_of_transformers(out: Path, flags: list[str], world_size: i
 def test_async_rollouts_across_steps_equal_transformers(whole):
     out, flags = whole
     assert_it_is_that_of_transformers(out, flags, 2)
-    steps = records(out / "metrics.jsonl")
+    steps = read_jsonl(out / "metrics.jsonl")
     assert [(step["staleness/mean"], step["staleness/lag"]) for step in steps] == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3), (5, 3)]
     # What is under way while others train is told when it comes in: at step 2, for a checkpoint.
     assert [step["step"] for step in steps if "reward" in step] == [1, 2]
@@ -77,8 +77,8 @@ def test_async_rollouts_steps_equal_transformers_one_rollout_late(inputs, tmp_pa
 
 def assert_same(one: Path, other: Path, names=("loss", "grad_norm", "staleness/mean", "staleness/lag")) -> None:
     """Compare bit for bit the steps that the second run has recorded."""
-    steps = {step["step"]: step for step in records(one / "metrics.jsonl")}
-    for step in records(other / "metrics.jsonl"):
+    steps = {step["step"]: step for step in read_jsonl(one / "metrics.jsonl")}
+    for step in read_jsonl(other / "metrics.jsonl"):
         assert [step.get(name) for name in names] == [steps[step["step"]].get(name) for name in names]
     for name, wanted in get_weights(one).items():
         assert np.array_equal(get_weights(other)[name], wanted), name
@@ -88,11 +88,11 @@ def test_async_rollouts_killed_run_resumes_exactly(whole, tmp_path):
     out, flags = whole
     at = str(out / "checkpoints" / "iter_0000002")
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(tmp_path), "--resume", at]) == [0, 0]
-    assert [step["step"] for step in records(tmp_path / "metrics.jsonl")] == [3, 4, 5, 6]
+    assert [step["step"] for step in read_jsonl(tmp_path / "metrics.jsonl")] == [3, 4, 5, 6]
     assert_same(out, tmp_path, ("loss", "grad_norm", "staleness/mean", "staleness/lag", "reward", "num_tokens"))
 
 
-def interrupted(rank: int, world_size: int, flags: list[str]) -> int:
+def train_until_signal(rank: int, world_size: int, flags: list[str]) -> int:
     """Run `scripted.train`, and send a signal after two recorded optimizer steps."""
     stop_after_steps(flags, 2)
     return scripted.train(rank, world_size, flags)
@@ -102,7 +102,7 @@ def test_async_rollouts_signal_keeps_running_rollout_and_resumes_exactly(inputs,
     flags = [*inputs, *UNALIGNED, *CORRECTED, "--stop_drain_seconds", "600"]
     assert run_ranks(scripted.train, 1, [*flags, "--output_dir", str(tmp_path / "whole")]) == [0]
     flags += ["--output_dir", str(tmp_path / "out")]
-    assert run_ranks(interrupted, 1, flags) == [3]
+    assert run_ranks(train_until_signal, 1, flags) == [3]
     assert run_ranks(scripted.train, 1, flags) == [0]
     assert_same(tmp_path / "whole", tmp_path / "out")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import RanksFailed, run_ranks
 
 STEPS = 7
@@ -23,7 +23,7 @@ INSTANTS = [
 ]  # fmt: skip
 
 
-def killed_in(rank, world_size, flags, who, where, count):
+def kill_in_phase(rank, world_size, flags, who, where, count):
     import os
     import signal
 
@@ -62,12 +62,12 @@ def test_async_save_killed_in_each_phase_resumes_exactly(tmp_path):
     flags += ["--async_save", "true", "--output_dir", str(beside)]
     for instant in INSTANTS:
         with pytest.raises(RanksFailed, match=f"rank {instant[0]}: the process was ended by SIGKILL"):
-            run_ranks(killed_in, 2, flags, *instant, timeout=300)
+            run_ranks(kill_in_phase, 2, flags, *instant, timeout=300)
         assert bool(list((beside / "checkpoints").glob(".writing_*"))) == (instant[1] != "the pointer"), "killed, but not in a save"
     assert run_ranks(scripted.train, 2, flags, timeout=300) == [0, 0]
     assert not list((beside / "checkpoints").glob(".*"))
     names = ("step", "loss", "reward", "grad_norm", "num_tokens", "kl")
-    expected, found = ([{name: row.get(name) for name in names} for row in records(out / "metrics.jsonl")] for out in (whole, beside))
+    expected, found = ([{name: row.get(name) for name in names} for row in read_jsonl(out / "metrics.jsonl")] for out in (whole, beside))
     assert found == expected and len(found) == STEPS
     assert fingerprints(beside, STEPS) == fingerprints(whole, STEPS) and "__1_0.distcp" in fingerprints(whole, STEPS)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import safetensors.torch
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.end_to_end.scripted import train
 from tests.end_to_end.test_compare_losses import compare_losses
 from tests.ranks import run_ranks
@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
     }
     for name, (ranks, flags) in cases.items():
         if name == "begun":  # of the first run's two steps the earlier one is to be best in this one
-            lengths = [line["completions/mean_length"] for line in records(folder / "first/metrics.jsonl")]
+            lengths = [line["completions/mean_length"] for line in read_jsonl(folder / "first/metrics.jsonl")]
             by = ["--metric_for_best_model", "completions/mean_length", "--greater_is_better", str(lengths[0] >= lengths[1])]
             best = [*common, "--max_steps", "2", "--save_steps", "1", *by, "--load_best_model_at_end", "true", "--debug_dump_steps", "0"]
             assert run_ranks(train, 1, [*best, "--output_dir", str(folder / "best")], timeout=300) == [0]
@@ -60,7 +60,7 @@ def test_resume_restores_adaptive_entropy_coefficient(tmp_path):
     assert run_ranks(train, 1, [*common, str(tmp_path / "whole")], timeout=300) == [0]
     half = ["--resume", str(tmp_path / "whole/checkpoints/iter_0000002")]
     assert run_ranks(train, 1, [*common, str(tmp_path / "half"), *half], timeout=300) == [0]
-    whole, [last] = records(tmp_path / "whole/metrics.jsonl"), records(tmp_path / "half/metrics.jsonl")
+    whole, [last] = read_jsonl(tmp_path / "whole/metrics.jsonl"), read_jsonl(tmp_path / "half/metrics.jsonl")
     assert [(step["entropy_coef/applied"], step["entropy_coef"]) for step in whole] == [
         (0.0, pytest.approx(0.03)), (pytest.approx(0.03), pytest.approx(0.04)), (pytest.approx(0.04), pytest.approx(0.05)),
     ]  # fmt: skip
@@ -84,11 +84,11 @@ def export(rank: int, world_size: int, flags: list[str]) -> int:
     return main(["export", *flags])
 
 
-def weights(folder):
+def read_weights(folder):
     return safetensors.torch.load_file(folder / "hf/model.safetensors")
 
 
-def optimizer_steps(directory) -> int:
+def read_optimizer_steps(directory) -> int:
     def read(rank, world_size):
         from megatron.core import dist_checkpointing
 
@@ -98,18 +98,22 @@ def optimizer_steps(directory) -> int:
 
 
 def test_initial_weights_from_checkpoint_in_another_layout_start_at_step_0(runs):
-    then, begun, model = weights(runs / "first"), weights(runs / "begun"), safetensors.torch.load_file(runs / "model/model.safetensors")
+    then, begun, model = (
+        read_weights(runs / "first"),
+        read_weights(runs / "begun"),
+        safetensors.torch.load_file(runs / "model/model.safetensors"),
+    )
     assert then.keys() == begun.keys() and all((then[name] == begun[name]).all() for name in then)
     assert any((then[name] != model[name]).any() for name in then)
-    [step] = records(runs / "begun/metrics.jsonl")
+    [step] = read_jsonl(runs / "begun/metrics.jsonl")
     assert step["step"] == 1 and step["kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the model as the run began
-    assert optimizer_steps(runs / "begun/checkpoints/iter_0000001") == 1
+    assert read_optimizer_steps(runs / "begun/checkpoints/iter_0000001") == 1
 
 
 def test_final_model_is_the_best_checkpoint_if_set(runs):
     best = json.loads((runs / "best/checkpoints/best.json").read_text())
     assert best["best_global_step"] == 1 and (runs / "best/checkpoints/iter_0000002").is_dir()
-    found, first = weights(runs / "best"), weights(runs / "first")
+    found, first = read_weights(runs / "best"), read_weights(runs / "first")
     assert any((found[name] != first[name]).any() for name in first), "that of the last step"
     checkpoint = [*("--resume", str(runs / "best/checkpoints/iter_0000001")), *("--output_dir", str(runs / "of_1"))]
     assert run_ranks(export, 1, checkpoint) == [0]
@@ -124,14 +128,14 @@ def test_initial_expert_weights_from_checkpoint_on_other_ranks_are_exact(tmp_pat
     assert run_ranks(train, 1, [*common, "--output_dir", str(first)], timeout=300) == [0]
     flags = [*common, "--mcore_model", str(first), "--expert_model_parallel_size", "2", "--lr", "0", "--output_dir", str(begun)]
     assert run_ranks(train, 2, flags, timeout=300) == [0, 0]
-    then, now, model = weights(first), weights(begun), safetensors.torch.load_file(tmp_path / "model/model.safetensors")
+    then, now, model = read_weights(first), read_weights(begun), safetensors.torch.load_file(tmp_path / "model/model.safetensors")
     assert then.keys() == now.keys() and all((then[name] == now[name]).all() for name in then)
     assert all((then[name] != model[name]).any() for name in then if "experts" in name and "down_proj" in name)
 
 
 @pytest.mark.parametrize("name", ["bare", "bare of 2"])
 def test_resume_without_optimizer_state_works(runs, name):
-    assert [optimizer_steps(runs / one) for one in ("first/checkpoints/iter_0000002", f"{name}/checkpoints/iter_0000003")] == [2, 1]
-    bare, then = weights(runs / name), weights(runs / "first")
+    assert [read_optimizer_steps(runs / one) for one in ("first/checkpoints/iter_0000002", f"{name}/checkpoints/iter_0000003")] == [2, 1]
+    bare, then = read_weights(runs / name), read_weights(runs / "first")
     assert all((bare[name] == then[name]).all() for name in then)
-    assert [line["step"] for line in records(runs / name / "metrics.jsonl")] == [3]
+    assert [line["step"] for line in read_jsonl(runs / name / "metrics.jsonl")] == [3]

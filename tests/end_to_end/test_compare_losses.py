@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import outside_parts
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -34,10 +34,10 @@ def compare_losses(rank: int, world_size: int, argv: list[str], warns: bool = Fa
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A run with two steps per rollout, the second on stale rows. Steps 2 to 4 are recorded, the first of them after checkpoint 1."""
-    return trained(tmp_path_factory.mktemp("run"), "--compute_zero_advantage_rows", "true")
+    return read_trained_step(tmp_path_factory.mktemp("run"), "--compute_zero_advantage_rows", "true")
 
 
-def trained(folder: Path, *settings: str) -> Path:
+def read_trained_step(folder: Path, *settings: str) -> Path:
     flags = [*write_inputs(folder), "--max_steps", str(STEPS), "--verify_weight_sync", "false", "--export_hf", "false"]
     flags += ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2", "--steps_per_generation", "2"]
     flags += ["--save_steps", "1", "--save_total_limit", "9", "--record_rows", "true", "--skip_grad_norm_factor", "none", *settings]
@@ -62,7 +62,7 @@ def found(run):
 
 
 def test_compare_losses_with_run_settings_repeats_the_run_with_cosine_one(run, found):
-    line = next(one for one in records(run / "out" / "metrics.jsonl") if one["step"] == 2)
+    line = next(one for one in read_jsonl(run / "out" / "metrics.jsonl") if one["step"] == 2)
     own = found[1]["variants"][0]
     assert (own["cosine"], own["rows"]) == (1.0, 8)
     for name in ("loss", "grad_norm"):
@@ -95,7 +95,7 @@ def test_compare_losses_variant_predicts_the_step_of_a_run(run, found, tmp_path)
         out = tmp_path / name
         flags += ["--output_dir", str(out), "--resume", str(run / "out" / "checkpoints" / "iter_0000001")]
         assert run_ranks(train, 1, flags) == [[0]]
-        [lines[name]] = [one for one in records(out / "metrics.jsonl") if one["step"] == 2]
+        [lines[name]] = [one for one in read_jsonl(out / "metrics.jsonl") if one["step"] == 2]
     for told in found[1]["variants"]:
         if told["name"] in lines:
             for key in ("loss", "grad_norm"):
@@ -127,12 +127,12 @@ def test_compare_losses_without_recorded_rows_names_the_setting(tmp_path):
 
 
 def test_compare_losses_leaves_out_rows_without_old_logprobs(tmp_path):
-    run = trained(tmp_path)
+    run = read_trained_step(tmp_path)
     argv = [str(run / "out"), "--step", "1", "--json", "--variant", "loss_type=vespo"]
     [(code, said, warned)] = run_ranks(compare_losses, 1, argv, True)
     assert code == 0, said
     recorded, (own, _) = json.loads(said)["recorded"], json.loads(said)["variants"]
-    line = next(one for one in records(run / "out" / "metrics.jsonl") if one["step"] == 2)
+    line = next(one for one in read_jsonl(run / "out" / "metrics.jsonl") if one["step"] == 2)
     left_out = round(8 * (1 - line["packing/computed_rows"]))
     assert left_out and f"{left_out} of 8 rows have no old log-probs" in warned
     for name in ("loss", "grad_norm"):

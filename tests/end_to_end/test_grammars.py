@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.chat_models import DROPS, write_chat
-from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.runs import read_jsonl, train, write_inputs
 from tests.end_to_end.test_sampling_mask import ENVIRONMENT
 from tests.ranks import run_ranks
 
@@ -37,7 +37,7 @@ def test_run_with_regex_trains_on_allowed_tokens(tmp_path):
     flags += [*("--eval_dataset", str(tmp_path / "data.jsonl")), *("--eval_num_prompts", "2"), *("--export_hf", "false")]
     flags += ["--teacher_model", str(tmp_path / "model")]  # the policy itself, as it began
     assert run_ranks(train, 1, [*flags, "--output_dir", str(tmp_path / "out")], timeout=180) == [0]
-    first, second = records(tmp_path / "out" / "metrics.jsonl")
+    first, second = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     for step in (first, second):
         assert step["sampling/sampling_logp_difference/max"] < 1e-4 and step["grad_norm"] > 0 and step["completions/clipped_ratio"] == 0
         assert 1 < step["sampling/mask_size"] < step["sampling/mask_size_max"] <= 30
@@ -61,5 +61,5 @@ def test_grammar_constrains_each_turn_of_an_episode(tmp_path):
         *("--output_dir", str(tmp_path / "out")),
     ]  # fmt: skip
     assert run_ranks(train, 1, flags, timeout=180) == [0]
-    [step] = records(tmp_path / "out" / "metrics.jsonl")
+    [step] = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert step["episodes/turns"] == 2 and step["sampling/sampling_logp_difference/max"] < 1e-4 and step["sampling/mask_size"] < 10

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.runs import read_jsonl, train, write_inputs
 from tests.ranks import run_ranks
 from tests.servers import ASKS, Server
 
@@ -23,8 +23,8 @@ def flags(tmp_path_factory):
     return [*flags, "--lr", "1e-2", "--log_completions_steps", "0"]
 
 
-def differences(out) -> list[float]:
-    return [step["sampling/sampling_logp_difference/max"] for step in records(out / "metrics.jsonl")]
+def read_differences(out) -> list[float]:
+    return [step["sampling/sampling_logp_difference/max"] for step in read_jsonl(out / "metrics.jsonl")]
 
 
 def test_hybrid_run_resumes_on_two_ranks_and_export_loads(flags, tmp_path):
@@ -34,7 +34,7 @@ def test_hybrid_run_resumes_on_two_ranks_and_export_loads(flags, tmp_path):
     run = [*flags, "--output_dir", str(out), "--save_steps", "3"]
     assert run_ranks(train, 1, [*run, "--max_steps", "3"]) == [0]
     assert run_ranks(train, 2, [*run, *TP2, "--max_steps", "5"]) == [0, 0]
-    assert len(differences(out)) == 5 and max(differences(out)) < MOST
+    assert len(read_differences(out)) == 5 and max(read_differences(out)) < MOST
     _, info = AutoModelForCausalLM.from_pretrained(out / "hf", output_loading_info=True)
     assert not any(info.values())
 
@@ -50,7 +50,7 @@ def test_hybrid_bfloat16_run_keeps_float32_weights_of_the_checkpoint(tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     run = [*flags, "--torch_dtype", "bfloat16", "--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
     assert run_ranks(train, 1, run) == [0]
-    steps = records(tmp_path / "out" / "metrics.jsonl")
+    steps = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert len(steps) == 3 and max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 0.05
     exported = load_file(tmp_path / "out" / "hf" / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in exported.items()} == {name: tensor.dtype for name, tensor in tensors.items()}
@@ -60,7 +60,7 @@ def test_hybrid_bfloat16_run_keeps_float32_weights_of_the_checkpoint(tmp_path):
 def test_hybrid_adapters_on_all_linear_layers_train_and_sample(flags, tmp_path):
     run = [*flags, "--output_dir", str(tmp_path), "--tuner_type", "lora", "--lora_rank", "4", "--max_steps", "3"]
     assert run_ranks(train, 1, run) == [0]
-    assert len(differences(tmp_path)) == 3 and max(differences(tmp_path)) < MOST
+    assert len(read_differences(tmp_path)) == 3 and max(read_differences(tmp_path)) < MOST
 
 
 def train_with_token(rank: int, world_size: int, flags: list[str]) -> int:
@@ -78,4 +78,4 @@ def test_hybrid_servers_sample_like_colocated_engine(flags, tmp_path):
         assert run_ranks(train_with_token, 1, [*run_flags, *host, "--max_steps", "3", "--output_dir", str(tmp_path / "out")]) == [0]
     finally:
         server.close()
-    assert len(differences(tmp_path / "out")) == 3 and max(differences(tmp_path / "out")) < MOST
+    assert len(read_differences(tmp_path / "out")) == 3 and max(read_differences(tmp_path / "out")) < MOST

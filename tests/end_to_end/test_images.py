@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.end_to_end.runs import REWARD, records
+from tests.end_to_end.runs import REWARD, read_jsonl
 from tests.ranks import RanksFailed, run_ranks
 from tests.seeing import as_bytes, picture, write_seeing
 
@@ -72,7 +72,7 @@ def train(rank, world_size, flags, killed_after=None):
                         version=version, sampling_mask=kept, images=prompt.images)  # fmt: skip
 
     def kill():
-        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < killed_after:
+        while not (out / "metrics.jsonl").exists() or len(read_jsonl(out / "metrics.jsonl")) < killed_after:
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -87,12 +87,14 @@ def test_image_run_killed_resumes_exactly(flags, tmp_path):
     flags = [*flags, "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RanksFailed, match="SIGKILL"):
         run_ranks(train, 2, flags, 2, timeout=180)
-    done = len(records(tmp_path / "out" / "metrics.jsonl"))
+    done = len(read_jsonl(tmp_path / "out" / "metrics.jsonl"))
     assert run_ranks(train, 2, flags, timeout=180) == [0, 0]
     assert 2 <= done < STEPS
-    assert records(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/sampling_logp_difference/max"] < 1e-4, "over the words that were left"
+    assert read_jsonl(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/sampling_logp_difference/max"] < 1e-4, (
+        "over the words that were left"
+    )
 
-    whole_sequence, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
+    whole_sequence, found = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     assert [[line.get(name) for name in EXACT] for line in found] == [[line.get(name) for name in EXACT] for line in whole_sequence]
     one, other = ((tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "out"))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTED = [str(ROOT / "tests/end_to_end/slow_run.py")]  # half of what a rank with vLLM costs, which is mostly imports
@@ -81,17 +81,17 @@ def test_launcher_second_run_in_same_output_dir_is_an_error_and_first_saves_on_s
         assert main_rank in find_processes(tmp_path)
         assert f"is in use by another run: pid {main_rank} on " in second.stderr
         assert {name: (out / name).read_bytes() for name in before} == before
-        assert records(out / "metrics.jsonl")[0]["step"] == 1
+        assert read_jsonl(out / "metrics.jsonl")[0]["step"] == 1
         assert launcher.poll() is None
 
         (tmp_path / "sampling").unlink()
-        wait_for(lambda: len(records(out / "metrics.jsonl")) > 1, "the second optimizer step")
+        wait_for(lambda: len(read_jsonl(out / "metrics.jsonl")) > 1, "the second optimizer step")
         launcher.terminate()
         launcher.wait(60)
         wait_for(lambda: not find_processes(tmp_path), "the end of every rank", 10)
         saved = sorted((out / "checkpoints").glob("iter_*"))
         assert len(saved) == 1
-        assert int(saved[0].name.removeprefix("iter_")) == records(out / "metrics.jsonl")[-1]["step"]
+        assert int(saved[0].name.removeprefix("iter_")) == read_jsonl(out / "metrics.jsonl")[-1]["step"]
 
 
 def test_launcher_lost_rank_ends_all_ranks_and_is_named(tmp_path):

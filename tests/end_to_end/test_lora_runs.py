@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from tests import lora_cases
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
-from tests.small_hub import SmallHub, use
+from tests.small_hub import LocalHub, use
 
 # Rollouts that straddle steps, two passes: rows and old log-probs wait in the checkpoint. KL to the model without the adapter.
 SIZES = "--num_generations 2 --global_batch_size 8 --micro_batch_size 2 --allow_unaligned_generation true --generation_batch_size 12"
@@ -43,7 +43,7 @@ def test_lora_run_resumes_in_each_layout(whole, tmp_path, step, layout):
     out, flags = whole
     start = ["--resume", str(out / "checkpoints" / f"iter_{step:07d}"), "--output_dir", str(tmp_path)]
     assert run_ranks(scripted.train, 2, [*flags, *layout, *start]) == [0, 0]
-    expected, found = records(out / "metrics.jsonl")[step:], records(tmp_path / "metrics.jsonl")
+    expected, found = read_jsonl(out / "metrics.jsonl")[step:], read_jsonl(tmp_path / "metrics.jsonl")
     tolerance = 2e-5 if layout else 0.0
     for one, other in zip(expected, found, strict=True):
         for name in ("loss", "grad_norm", "kl"):
@@ -52,7 +52,7 @@ def test_lora_run_resumes_in_each_layout(whole, tmp_path, step, layout):
         assert np.linalg.norm(adapter(tmp_path / "hf")[name] - wanted) <= 5 * tolerance * np.linalg.norm(wanted), name
 
 
-def said(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
+def capture_output(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stderr(io.StringIO()) as text:
         return scripted.train(rank, world_size, flags), text.getvalue()
 
@@ -68,7 +68,7 @@ def said(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
 )
 def test_lora_run_resume_with_another_adapter_is_an_error(whole, changes, says):
     out, flags = whole
-    [(code, text)] = run_ranks(said, 1, [*flags, *changes, "--output_dir", str(out), "--max_steps", "9"])
+    [(code, text)] = run_ranks(capture_output, 1, [*flags, *changes, "--output_dir", str(out), "--max_steps", "9"])
     assert code == 2 and says in text
 
 
@@ -84,7 +84,7 @@ def test_lora_run_from_adapter_resumes_only_with_that_adapter(whole, tmp_path):
     assert run_ranks(scripted.train, 1, [*run, "--max_steps", "2"]) == [0]
     shutil.rmtree(started)
     lora_cases.write_random_adapter(flags[flags.index("--model") + 1], started, seed=2)
-    [(code, text)] = run_ranks(said, 1, [*run, "--max_steps", "3"])
+    [(code, text)] = run_ranks(capture_output, 1, [*run, "--max_steps", "3"])
     assert code == 2 and "The adapters" in text and "is not the one of" in text
 
 
@@ -122,7 +122,7 @@ def export_and_push(rank: int, world_size: int, words: list[str], address: str) 
 
 
 def test_export_refused_by_hub_is_kept_and_prints_the_push_command(whole, tmp_path):
-    hub, target = SmallHub(refuses=503), tmp_path / "out"
+    hub, target = LocalHub(refuses=503), tmp_path / "out"
     words = ["--resume", str(whole[0] / "checkpoints" / "iter_0000003"), "--output_dir", str(target)]
     found = run_ranks(export_and_push, 2, words, hub.address)
     hub.close()

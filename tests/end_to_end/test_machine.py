@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import after_steps, records, write_inputs
+from tests.end_to_end.runs import call_after_steps, read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 
@@ -31,7 +31,7 @@ def small_disk(folder: Path, size: str):
 def train_and_write_down(rank: int, world_size: int, flags: list[str], log: str, then: Callable[[Path], None] | None) -> int:
     """Run `train`. then: called in the first steps."""
     if then is not None:
-        after_steps(flags, 2, lambda: then(Path(flags[flags.index("--output_dir") + 1])))
+        call_after_steps(flags, 2, lambda: then(Path(flags[flags.index("--output_dir") + 1])))
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -76,7 +76,7 @@ def test_unwritable_tables_and_plots_do_not_end_a_run(tmp_path):
     out = tmp_path / "out"
     code, told = run(tmp_path, out, "--max_steps", "20", then=in_the_way)
     assert code == 0
-    assert len(records(out / "metrics.jsonl")) == 20
+    assert len(read_jsonl(out / "metrics.jsonl")) == 20
     assert "the table of completions in" in told and "plots failed, and the run continues without it" in told
 
 

@@ -17,7 +17,7 @@ from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.metrics.plots import PARTS_OF_A_STEP
 from tests import parity_cases
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -78,7 +78,7 @@ def test_many_steps_equal_transformers_in_float64(inputs, tmp_path, case):
     world_size, changes = CASES[case]
     flags = [*with_rows(inputs, changes), "--output_dir", str(tmp_path / "out")]
     assert run_ranks(scripted.train, world_size, flags) == [0] * world_size
-    right, found = scripted.expected(flags, world_size, scripted.even), records(tmp_path / "out" / "metrics.jsonl")
+    right, found = scripted.compute_expected(flags, world_size, scripted.score_even), read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert [step["loss"] for step in found] == pytest.approx(right.losses, rel=1e-5, abs=2e-6)
     assert [step["grad_norm"] for step in found] == pytest.approx(right.grad_norms, rel=1e-5)
     optimizer = resolve(flags, launcher_world_size=world_size).optimizer
@@ -107,7 +107,7 @@ def test_evaluation_between_rollouts_uses_current_weights(inputs, tmp_path):
     flags = [*inputs, *TWICE_TWO, "--max_steps", "4", "--eval_dataset", inputs[inputs.index("--dataset") + 1], "--eval_steps", "1"]
     flags += ["--eval_num_prompts", "2", "--output_dir", str(tmp_path), "--save_steps", "0"]
     assert run_ranks(train_with_longer_answers_at_each_version, 1, flags) == [0]
-    found = [(line["step"], line["mean_length"]) for line in records(tmp_path / "evaluations.jsonl")]
+    found = [(line["step"], line["mean_length"]) for line in read_jsonl(tmp_path / "evaluations.jsonl")]
     assert found == [(step, step + 1) for step in range(5)]
 
 
@@ -118,7 +118,7 @@ def test_evaluation_between_rollouts_uses_current_weights(inputs, tmp_path):
 )
 def test_many_steps_comparison_detects_differences(inputs, changes, other):
     """With other old log-probs, or a moving reference, gradient norms differ by far more than the tolerance."""
-    one, two = (scripted.expected([*inputs, *changes, *more], 1, scripted.even) for more in ([], other))
+    one, two = (scripted.compute_expected([*inputs, *changes, *more], 1, scripted.score_even) for more in ([], other))
     apart = [abs(a / b - 1) for a, b in zip(one.grad_norms, two.grad_norms, strict=True)]
     assert apart[0] < 1e-9 and max(apart) > 1e-3
 
@@ -139,9 +139,9 @@ def test_resume_restores_moving_reference(whole, tmp_path, layout):
     out, flags = whole
     flags = [*flags, *layout, "--output_dir", str(tmp_path / "out"), "--resume", str(out / "checkpoints" / "iter_0000003")]
     assert run_ranks(scripted.train, 2, flags) == [0, 0]
-    expected, found = records(out / "metrics.jsonl")[3:], records(tmp_path / "out" / "metrics.jsonl")
+    expected, found = read_jsonl(out / "metrics.jsonl")[3:], read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert [step["step"] for step in found] == [4, 5]
-    for line in [*records(out / "metrics.jsonl"), *found]:
+    for line in [*read_jsonl(out / "metrics.jsonl"), *found]:
         parts = {name: seconds for name, seconds in line.items() if name.startswith("time/") and name != "time/step"}
         assert parts.keys() <= {f"time/{name}" for name in PARTS_OF_A_STEP} and {"time/ref_logprobs", "time/other"} <= parts.keys()
         assert min(parts.values()) >= 0 and line["time/step"] == pytest.approx(sum(parts.values()), rel=1e-12)
@@ -153,7 +153,7 @@ def test_resume_restores_moving_reference(whole, tmp_path, layout):
         assert np.linalg.norm(get_weights(tmp_path / "out")[name] - wanted) <= tolerance * np.linalg.norm(wanted), name
 
 
-def refused(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
+def run_and_capture(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
     """Return the exit code and the output of `scripted.train`."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return scripted.train(rank, world_size, flags), said.getvalue()
@@ -162,7 +162,7 @@ def refused(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
 def test_resume_checkpoint_without_moving_reference_is_an_error(whole, inputs, tmp_path):
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1"]
     assert run_ranks(scripted.train, 1, [*fixed, "--output_dir", str(tmp_path), "--max_steps", "1"]) == [0]
-    [(code, said)] = run_ranks(refused, 1, [*inputs, *UNALIGNED, *MOVING, "--output_dir", str(tmp_path)])
+    [(code, said)] = run_ranks(run_and_capture, 1, [*inputs, *UNALIGNED, *MOVING, "--output_dir", str(tmp_path)])
     assert code == 2 and "sync_ref_model is true, but was false" in said and "1 problem" in said
 
 
@@ -170,7 +170,7 @@ def test_resume_without_sync_ref_model_after_moves_is_an_error(whole, inputs, tm
     """Without --sync_ref_model the run would resume with the reference of the first launch."""
     out, _ = whole
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1", "--resume", str(out / "checkpoints" / "iter_0000003")]
-    [(code, said)] = run_ranks(refused, 1, [*fixed, "--output_dir", str(tmp_path)])
+    [(code, said)] = run_ranks(run_and_capture, 1, [*fixed, "--output_dir", str(tmp_path)])
     assert code == 2 and "sync_ref_model is false, but was true" in said and "1 problem" in said
 
 
@@ -183,7 +183,7 @@ def test_extended_finished_run_equals_longer_run(inputs, whole, tmp_path, case):
     for steps in (1, 2, STEPS):  # the first two leave rows behind, but for the end of an epoch
         short = [*flags, "--output_dir", str(tmp_path / "short"), "--max_steps", str(steps)]
         assert run_ranks(scripted.train, world_size, short) == [0] * world_size
-    long, short = (records(tmp_path / name / "metrics.jsonl") for name in ("long", "short"))
+    long, short = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("long", "short"))
     for name in ("loss", "grad_norm", "staleness/mean"):
         assert [step[name] for step in short] == [step[name] for step in long], name
     for name, wanted in get_weights(tmp_path / "long").items():
@@ -201,7 +201,7 @@ def test_extended_finished_run_equals_longer_run(inputs, whole, tmp_path, case):
 def test_resume_in_mid_rollout_with_other_sizes_is_an_error(whole, tmp_path, changes, says):
     out, flags = whole
     before = sorted(out.rglob("*"))
-    [(code, said)] = run_ranks(refused, 1, [*flags, *changes, "--output_dir", str(out), "--max_steps", "9"])
+    [(code, said)] = run_ranks(run_and_capture, 1, [*flags, *changes, "--output_dir", str(out), "--max_steps", "9"])
     assert code == 2 and says in said and "8 of its samples are not trained yet" in said
     assert sorted(out.rglob("*")) == before
 
@@ -209,14 +209,14 @@ def test_resume_in_mid_rollout_with_other_sizes_is_an_error(whole, tmp_path, cha
 def test_resume_between_rollouts_accepts_other_sizes(inputs, tmp_path):
     flags = [*inputs, "--output_dir", str(tmp_path)]
     assert run_ranks(scripted.train, 1, [*flags, "--max_steps", "2"]) == [0]
-    [(code, said)] = run_ranks(refused, 1, [*flags, "--max_steps", "3", "--steps_per_generation", "2"])
+    [(code, said)] = run_ranks(run_and_capture, 1, [*flags, "--max_steps", "3", "--steps_per_generation", "2"])
     assert code == 2 and "2 rollouts would not equal 2 optimizer steps" in said
     larger = ["--max_steps", "3", "--global_batch_size", "16", "--num_generations", "4"]
     assert run_ranks(scripted.train, 1, [*flags, *larger]) == [0]
-    assert [(line["rollout"], len(line["rows"])) for line in map(rollout_of_line, records(tmp_path / "schedule.jsonl"))][2:] == [(2, 16)]
+    assert [(line["rollout"], len(line["rows"])) for line in map(find_rollout, read_jsonl(tmp_path / "schedule.jsonl"))][2:] == [(2, 16)]
 
 
-def rollout_of_line(line: dict) -> dict:
+def find_rollout(line: dict) -> dict:
     """Return the only rollout of an optimizer step, and its rows."""
     rows = [row for micro in line["rows"] for rank in micro for row in rank]
     [number] = {rollout for rollout, _ in rows}

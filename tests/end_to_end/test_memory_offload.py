@@ -5,7 +5,7 @@ With a real engine, and stopped by a signal: tests/end_to_end/test_resume.py.
 
 from __future__ import annotations
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 OFFLOAD = ["--offload_model", "true", "--offload_optimizer", "true"]
@@ -61,9 +61,9 @@ def test_offloaded_and_resumed_run_equals_run_without_offload(tmp_path):
     assert all(held > 0 for held in found[0][1]), "the policy was there all the time"
     assert [set(held) for _, held, _ in found[1:]] == [{0}, {0}] and [len(held) for _, held, _ in found] == [4, 4, 1]
     assert found[0][2] and found[0][2] == found[1][2], "what is written while the policy is away is not what it was"
-    one, other = (records(tmp_path / name / "metrics.jsonl") for name in ("plain", "away"))
+    one, other = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "away"))
     assert [{name: step.get(name) for name in TOLD} for step in one] == [{name: step.get(name) for name in TOLD} for step in other]
-    evaluations = [records(tmp_path / name / "evaluations.jsonl") for name in ("plain", "away")]
+    evaluations = [read_jsonl(tmp_path / name / "evaluations.jsonl") for name in ("plain", "away")]
     assert [line["step"] for line in evaluations[0]] == [0, 4] and evaluations[0][0]["even"] == evaluations[1][0]["even"]
     for file in (tmp_path / "plain" / "hf").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "away" / "hf" / file.name).read_bytes()

@@ -18,7 +18,7 @@ def run(tmp_path_factory):
     return folder / "out"
 
 
-def command(rank, world_size, words, loses=None):
+def run_command(rank, world_size, words, loses=None):
     """Return (exit code, output). loses: a tensor that a sync leaves out without an error."""
     import contextlib
     import io
@@ -38,7 +38,7 @@ def command(rank, world_size, words, loses=None):
 
 
 def test_mismatch_compares_recorded_rows_with_trainer_of_their_version(run):
-    [(code, printed)] = run_ranks(command, 1, [str(run / "checkpoints" / "iter_0000001"), "--json", "--rows", "8"], timeout=300)
+    [(code, printed)] = run_ranks(run_command, 1, [str(run / "checkpoints" / "iter_0000001"), "--json", "--rows", "8"], timeout=300)
     found = json.loads(printed)
     assert code == 0 and found["verdict"] == "" and found["named"] == [] and found["push"] == ""
     assert found["source"] == "recorded by the run with these weights" and (found["rows"], found["step"]) == (8, 1)
@@ -55,7 +55,7 @@ def test_mismatch_compares_recorded_rows_with_trainer_of_their_version(run):
 
 def test_mismatch_names_operation_of_tensor_missing_in_sync(run):
     lost = "model.layers.1.self_attn.q_norm.weight"
-    [(code, printed)] = run_ranks(command, 1, [str(run), "--row", "2"], lost, timeout=300)
+    [(code, printed)] = run_ranks(run_command, 1, [str(run), "--row", "2"], lost, timeout=300)
     assert code == 1
     assert "step 2, float32, one rank" in printed and "sampled again from prompts of the run" in printed
     assert "Row 2 (" in printed and "layer 1, q norm: " in printed and "<- over" in printed

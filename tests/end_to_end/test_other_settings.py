@@ -26,7 +26,7 @@ OTHERS = {
 }
 
 
-def refusals(rank, world_size, flags, others):
+def run_commands(rank, world_size, flags, others):
     """Return (exit code, output) of consecutive `megatron-grpo train` commands."""
     from megatron_grpo.core.parallel import state
     from tests.end_to_end import scripted
@@ -57,7 +57,7 @@ def test_ranks_with_different_settings_fail_on_all_ranks_with_setting_names(flag
         return sorted({*Path().iterdir()} - {Path("__pycache__")})  # Python's, of the reward that each rank imports
 
     before = files()
-    ranks = run_ranks(refusals, 2, flags, list(OTHERS.values()), timeout=120)
+    ranks = run_ranks(run_commands, 2, flags, list(OTHERS.values()), timeout=120)
     for place, name in enumerate(OTHERS):
         codes, told = [rank[place][0] for rank in ranks], "".join(rank[place][1] for rank in ranks)
         assert codes == [2, 2] and told.count("differs between ranks") == 1, (name, told)

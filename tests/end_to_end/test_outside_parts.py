@@ -12,7 +12,7 @@ import pytest
 from megatron_grpo import cli
 from megatron_grpo.run import plug_ins
 from tests.end_to_end import outside_parts
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
     flags += ["--beta", "0.1", "--kl_estimator", "k1", "--verify_weight_sync", "false", "--export_hf", "false", "--num_generations", "2"]
     found = run_ranks(train, 2, [*flags, "--global_batch_size", "8", "--micro_batch_size", "2"])
     assert [code for code, _, _ in found] == [0, 0]
-    return records(folder / "out" / "metrics.jsonl"), found
+    return read_jsonl(folder / "out" / "metrics.jsonl"), found
 
 
 def test_outside_sampler_gives_the_completions(run):
@@ -68,5 +68,5 @@ def test_one_table_row_adds_a_sampler(tmp_path):
     flags = [*write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
     flags += ["--verify_weight_sync", "false", "--export_hf", "false"]
     assert run_ranks(train_with_row, 1, flags) == [0]
-    [step] = records(tmp_path / "out" / "metrics.jsonl")
+    [step] = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert step["completions/mean_length"] == 2.5

@@ -17,7 +17,7 @@ import pytest
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.rollout.engine import PartialCompletion
 from megatron_grpo.run.checkpoint.samples import read_samples
-from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
+from tests.end_to_end.runs import read_jsonl, stop_after_steps, train, write_inputs
 from tests.end_to_end.test_many_steps import get_weights
 from tests.mistakes import mistake
 from tests.ranks import RanksFailed, run_ranks
@@ -61,13 +61,13 @@ def read_rows(out: Path) -> dict[tuple[int, int, int], tuple]:
     return found
 
 
-def exact(step: dict) -> dict:
+def read_exact(step: dict) -> dict:
     return {name: step[name] for name in EXACT if name in step}
 
 
 def assert_same(out: Path, whole: Path) -> None:
     """Compare metrics, completions and weights bit for bit."""
-    assert list(map(exact, records(out / "metrics.jsonl"))) == list(map(exact, records(whole / "metrics.jsonl")))
+    assert list(map(read_exact, read_jsonl(out / "metrics.jsonl"))) == list(map(read_exact, read_jsonl(whole / "metrics.jsonl")))
     assert read_rows(out) == read_rows(whole)
     for name, wanted in get_weights(whole).items():
         assert np.array_equal(get_weights(out)[name], wanted), name
@@ -75,7 +75,7 @@ def assert_same(out: Path, whole: Path) -> None:
 
 def test_partial_rollouts_tokens_are_at_most_one_rollout_old_and_counted(whole):
     out, _ = whole
-    steps, rows = records(out / "metrics.jsonl"), read_rows(out)
+    steps, rows = read_jsonl(out / "metrics.jsonl"), read_rows(out)
     versions = {key: eval(spans) for key, (_, _, spans, _) in rows.items()}
     assert len(rows) == 8 * STEPS and {rollout for rollout, *_ in rows} == set(range(STEPS))
     for (rollout, *_), spans in versions.items():  # of one step each: rollout r comes in at step r
@@ -90,7 +90,7 @@ def test_partial_rollouts_tokens_are_at_most_one_rollout_old_and_counted(whole):
         assert step["staleness/max"] == step["staleness/tokens/max"] == 1
         assert step["staleness/tokens/mean"] == pytest.approx(ages[1] / ages.total(), abs=1e-12)
         assert step["staleness/versions_per_row"] == np.mean([len(spans) for _, spans in step_spans])
-        rows_by_step = {line["step"]: line["tokens_by_version"] for line in records(out / "schedule.jsonl")}
+        rows_by_step = {line["step"]: line["tokens_by_version"] for line in read_jsonl(out / "schedule.jsonl")}
         assert rows_by_step[step["step"]] == [[[version, end - begin] for version, begin, end in spans] for _, spans in sorted(step_spans)]
         assert step["staleness/mean"] == np.mean([any(version < rollout for version, *_ in spans) for (rollout, *_), spans in step_spans])
     assert all(step["sampling/version_error/max"] < 1e-4 for step in steps)
@@ -110,7 +110,7 @@ MOMENTS = {
 }
 
 
-def killed(rank: int, world_size: int, flags: list[str], moment: str) -> int:
+def train_until_kill(rank: int, world_size: int, flags: list[str], moment: str) -> int:
     module, kind, name, last = MOMENTS[moment]
     owner, calls = getattr(import_module(f"megatron_grpo.{module}"), kind), []
     method = getattr(owner, name)
@@ -130,12 +130,12 @@ def test_partial_rollouts_killed_run_resumes_exactly(whole, tmp_path, moment):
     out, flags = whole
     flags = [*flags, "--output_dir", str(tmp_path)]
     with pytest.raises(RanksFailed, match="SIGKILL"):
-        run_ranks(killed, 1, flags, moment, timeout=180)
+        run_ranks(train_until_kill, 1, flags, moment, timeout=180)
     assert run_ranks(train, 1, flags, timeout=180) == [0]
     assert_same(tmp_path, out)
 
 
-def stopped(rank: int, world_size: int, flags: list[str]) -> int:
+def train_until_signal(rank: int, world_size: int, flags: list[str]) -> int:
     stop_after_steps(flags, 2)
     return train(rank, world_size, flags)
 
@@ -143,12 +143,12 @@ def stopped(rank: int, world_size: int, flags: list[str]) -> int:
 def test_partial_rollouts_signal_saves_without_draining(whole, tmp_path):
     out, flags = whole
     flags = [*flags, "--output_dir", str(tmp_path), "--save_steps", "100"]
-    assert run_ranks(stopped, 1, flags, timeout=180) == [3]
+    assert run_ranks(train_until_signal, 1, flags, timeout=180) == [3]
     assert run_ranks(train, 1, flags, timeout=180) == [0]
     assert_same(tmp_path, out)
 
 
-def said(rank: int, world_size: int, flags: list[str], output: str) -> int:
+def capture_output(rank: int, world_size: int, flags: list[str], output: str) -> int:
     with Path(output).open("w") as stream:
         sys.stdout, sys.stderr = stream, stream
         return train(rank, world_size, flags)
@@ -165,9 +165,9 @@ def said(rank: int, world_size: int, flags: list[str], output: str) -> int:
 def test_partial_rollouts_resume_with_other_settings_drops_parts_with_log_line(whole, tmp_path, changes, sentence):
     out, flags = whole
     at = ["--output_dir", str(tmp_path), "--resume", str(out / "checkpoints" / "iter_0000002")]
-    assert run_ranks(said, 1, [*flags, *at, *changes], str(tmp_path / "said"), timeout=180) == [0]
+    assert run_ranks(capture_output, 1, [*flags, *at, *changes], str(tmp_path / "said"), timeout=180) == [0]
     assert sentence in (tmp_path / "said").read_text()
-    assert len(records(tmp_path / "metrics.jsonl")) == STEPS - 2
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == STEPS - 2
 
 
 def test_partial_rollouts_resume_with_smaller_depth_drops_older_parts(tmp_path):
@@ -175,31 +175,31 @@ def test_partial_rollouts_resume_with_smaller_depth_drops_older_parts(tmp_path):
     at = flags.index("--async_rollout_depth")
     deep = [*flags[: at + 1], "3", *flags[at + 2 :]]
     assert run_ranks(train, 1, [*deep, "--output_dir", str(tmp_path / "deep")], timeout=180) == [0]
-    assert max(step["staleness/max"] for step in records(tmp_path / "deep" / "metrics.jsonl")) == 3
+    assert max(step["staleness/max"] for step in read_jsonl(tmp_path / "deep" / "metrics.jsonl")) == 3
     flags += ["--output_dir", str(tmp_path / "out"), "--resume", str(tmp_path / "deep" / "checkpoints" / "iter_0000003")]
     flags += ["--logprob_diff_warn", "1e-9"]
-    assert run_ranks(said, 1, flags, str(tmp_path / "said"), timeout=180) == [0]
+    assert run_ranks(capture_output, 1, flags, str(tmp_path / "said"), timeout=180) == [0]
     text = " ".join((tmp_path / "said").read_text().split())
     assert "partial completions are dropped and sampled again: they have tokens that would be older" in text
     assert "nats on a token (sampling/version_error/max; bound 1e-09)" in text  # of these weights' own tokens
-    assert all(step["staleness/max"] <= 1 for step in records(tmp_path / "out" / "metrics.jsonl"))
+    assert all(step["staleness/max"] <= 1 for step in read_jsonl(tmp_path / "out" / "metrics.jsonl"))
 
 
-def with_a_mistake(rank: int, world_size: int, flags: list[str], output: str, right: str, wrong: str) -> int:
+def train_with_mutation(rank: int, world_size: int, flags: list[str], output: str, right: str, wrong: str) -> int:
     import megatron_grpo.plugins.partial_rollouts.engine  # noqa: F401 - what is changed must have been imported
 
     with mistake("megatron_grpo.plugins.partial_rollouts.engine", right, wrong):
-        return said(rank, world_size, flags, output)
+        return capture_output(rank, world_size, flags, output)
 
 
 def test_partial_rollouts_join_mutation_ends_the_run(whole, tmp_path):
     _, flags = whole
     right, wrong = "np.concatenate([partial.token_ids, tokens])", "np.concatenate([tokens, partial.token_ids])"
     flags = [*flags, "--output_dir", str(tmp_path)]
-    assert run_ranks(with_a_mistake, 1, flags, str(tmp_path / "said"), right, wrong, timeout=180) == [1]
+    assert run_ranks(train_with_mutation, 1, flags, str(tmp_path / "said"), right, wrong, timeout=180) == [1]
     text = " ".join((tmp_path / "said").read_text().split())
     assert "Interrupted completions do not come from the weights of version" in text and "verify_versions 0" in text
-    assert len(records(tmp_path / "metrics.jsonl")) <= 2
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) <= 2
 
 
 def test_partial_rollouts_two_ranks_are_deterministic(tmp_path):
@@ -240,13 +240,13 @@ def served(whole, tmp_path_factory):
         server.close()
 
 
-def on_servers(rank: int, world_size: int, flags: list[str], moment: str = "") -> int:
+def train_on_servers_until_kill(rank: int, world_size: int, flags: list[str], moment: str = "") -> int:
     """Run without vLLM in the process, and kill it at a point."""
     sys.modules["vllm"] = None
     if not moment:
         return train(rank, world_size, flags)
     MOMENTS.update(SERVED)
-    return killed(rank, world_size, flags, moment)
+    return train_until_kill(rank, world_size, flags, moment)
 
 
 SERVED = {
@@ -272,9 +272,9 @@ def assert_is_whole(out: Path, whole: Path) -> None:
 
 def test_server_partial_rollouts_continue_over_syncs_with_token_versions(served, whole, tmp_path):
     flags = [*served, "--output_dir", str(tmp_path)]
-    assert run_ranks(on_servers, 1, flags, env=ASKS, timeout=240) == [0]
+    assert run_ranks(train_on_servers_until_kill, 1, flags, env=ASKS, timeout=240) == [0]
     assert_is_whole(tmp_path, whole[0])
-    steps = records(tmp_path / "metrics.jsonl")
+    steps = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(steps) == STEPS and all(step["sampling/version_error/max"] < 1e-4 for step in steps if "sampling/version_error/max" in step)
     assert any("sampling/version_error/max" in step for step in steps)
     assert any(step["rollout/ahead_share"] > 0 for step in steps) and any(step["rollout/partial_rows"] > 0 for step in steps[1:])
@@ -285,14 +285,14 @@ def test_server_partial_rollouts_continue_over_syncs_with_token_versions(served,
 def test_server_partial_rollouts_killed_run_resumes(served, whole, tmp_path, moment):
     flags = [*served, "--output_dir", str(tmp_path)]
     with pytest.raises(RanksFailed, match="SIGKILL"):
-        run_ranks(on_servers, 1, flags, moment, env=ASKS, timeout=240)
-    assert not (tmp_path / "metrics.jsonl").exists() or len(records(tmp_path / "metrics.jsonl")) < STEPS
-    assert run_ranks(on_servers, 1, flags, env=ASKS, timeout=240) == [0]
+        run_ranks(train_on_servers_until_kill, 1, flags, moment, env=ASKS, timeout=240)
+    assert not (tmp_path / "metrics.jsonl").exists() or len(read_jsonl(tmp_path / "metrics.jsonl")) < STEPS
+    assert run_ranks(train_on_servers_until_kill, 1, flags, env=ASKS, timeout=240) == [0]
     assert_is_whole(tmp_path, whole[0])
-    assert len(records(tmp_path / "metrics.jsonl")) == STEPS
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == STEPS
 
 
-def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
+def train_on_servers_until_signal(rank: int, world_size: int, flags: list[str]) -> int:
     """Run until a signal a second after the sync of version 1, which cancels the wait for completions."""
     from megatron_grpo.plugins.servers.server_parts import ServerGeneration
 
@@ -306,17 +306,19 @@ def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
         raise CancelledError
 
     ServerGeneration.groups = wait
-    return on_servers(rank, world_size, flags)
+    return train_on_servers_until_kill(rank, world_size, flags)
 
 
 def test_server_partial_rollouts_signal_keeps_sampled_parts(served, whole, tmp_path):
     flags = [*served, "--output_dir", str(tmp_path), "--save_steps", "100"]
-    assert run_ranks(on_servers_stopped, 1, flags, env=ASKS, timeout=240) == [3]
+    assert run_ranks(train_on_servers_until_signal, 1, flags, env=ASKS, timeout=240) == [3]
     [file] = list((tmp_path / "checkpoints").glob("iter_*/grpo/partial/rank_00000.npz"))
     kept = read_samples(file, PartialCompletion)
     assert kept and all(len(one.token_ids) and one.text == "" for one in kept if not one.finish_reason)
     assert file.parts[-4] == "iter_0000001" and max(one.versions[-1] for one in kept) == 1  # with what was sampled since the sync
-    assert run_ranks(on_servers, 1, [*flags, "--verify_versions", "3", "--vllm_server_timeout", "500"], env=ASKS, timeout=240) == [0]
+    assert run_ranks(
+        train_on_servers_until_kill, 1, [*flags, "--verify_versions", "3", "--vllm_server_timeout", "500"], env=ASKS, timeout=240
+    ) == [0]
     assert_is_whole(tmp_path, whole[0])
     rows = read_rows(tmp_path)
     for one in kept:  # every token of it is trained

@@ -8,8 +8,8 @@ from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.open_checkpoint import settings_of_checkpoint
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
-from tests.end_to_end.test_async_save import SAVES, TINY, UNEVEN, fingerprints, killed_in
+from tests.end_to_end.runs import read_jsonl, write_inputs
+from tests.end_to_end.test_async_save import SAVES, TINY, UNEVEN, fingerprints, kill_in_phase
 from tests.ranks import RanksFailed, run_ranks
 from tests.step_dump_cases import replayed
 
@@ -27,15 +27,15 @@ def test_precision_aware_killed_run_resumes_exactly_and_with_other_dtypes(tmp_pa
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(whole), "--max_steps", str(STEPS)], timeout=300) == [0, 0]
     flags += ["--output_dir", str(killed), "--max_steps"]
     with pytest.raises(RanksFailed, match="rank 1: the process was ended by SIGKILL"):
-        run_ranks(killed_in, 2, [*flags, str(STEPS)], 1, "telling", 3, timeout=300)
+        run_ranks(kill_in_phase, 2, [*flags, str(STEPS)], 1, "telling", 3, timeout=300)
     assert not (killed / "checkpoints" / f"iter_{STEPS:07d}").exists()
     assert run_ranks(scripted.train, 2, [*flags, str(STEPS)], timeout=300) == [0, 0]
     names = ("step", "loss", "reward", "grad_norm", "num_tokens", "kl")
-    expected, found = ([{name: row.get(name) for name in names} for row in records(out / "metrics.jsonl")] for out in (whole, killed))
+    expected, found = ([{name: row.get(name) for name in names} for row in read_jsonl(out / "metrics.jsonl")] for out in (whole, killed))
     assert found == expected and len(found) == STEPS and found[-1]["grad_norm"] > 0
     assert fingerprints(killed, STEPS) == fingerprints(whole, STEPS) and "__1_0.distcp" in fingerprints(whole, STEPS)
     assert run_ranks(scripted.train, 2, [*flags, str(STEPS + 1), *OTHERS.split()], timeout=300) == [0, 0]
-    last = records(killed / "metrics.jsonl")[-1]
+    last = read_jsonl(killed / "metrics.jsonl")[-1]
     assert last["step"] == STEPS + 1 and last["skipped_iterations"] == 0 and last["grad_norm"] > 0
 
     # What looks back takes no step, so such an optimizer forbids nothing of it: neither the ordinary one nor float32.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_grpo import GRPOConfig, GRPOTrainer
-from tests.end_to_end.runs import records, train, without_plots, write_inputs
+from tests.end_to_end.runs import read_jsonl, train, without_plots, write_inputs
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,9 @@ class Steps:
 
 
 def without_times(path):
-    return [{name: value for name, value in line.items() if "time/" not in name and name != "tokens_per_second"} for line in records(path)]
+    return [
+        {name: value for name, value in line.items() if "time/" not in name and name != "tokens_per_second"} for line in read_jsonl(path)
+    ]
 
 
 def test_python_api_metrics_equal_command_line(tmp_path):
@@ -71,7 +73,7 @@ def test_python_api_ctrl_c_saves_and_train_resumes(tmp_path):
             trainer(Interrupt()).train()
     finally:
         signal.signal(signal.SIGINT, before)
-    done = len(records(tmp_path / "out/metrics.jsonl"))
+    done = len(read_jsonl(tmp_path / "out/metrics.jsonl"))
     [saved] = (tmp_path / "out/checkpoints").glob("iter_*")
     assert 1 <= done < 12 and saved.name == f"iter_{done:07d}" and (saved / "manifest.json").is_file()
 
@@ -125,4 +127,4 @@ def test_training_notebook_trains_and_plots(tmp_path, monkeypatch):
     notebook = jupytext.reads(source.replace("float(text == right)", "float(len(text))"), fmt="py:percent")
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert "step 2, reward" in json.dumps(notebook.cells), "the callback's figure"
-    assert [line["step"] for line in records(tmp_path / "out/metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in read_jsonl(tmp_path / "out/metrics.jsonl")] == [1, 2]

@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     return folder / "out"
 
 
-def referee(*argv, system: str = "native") -> tuple[int, dict]:
+def run_referee(*argv, system: str = "native") -> tuple[int, dict]:
     from megatron_grpo import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -49,7 +49,7 @@ def test_referee_accepts_step_dump_of_a_run(run):
     dumps = sorted((run / "debug_dump").iterdir())
     assert dumps
     for dump in dumps:
-        code, told = referee(dump)
+        code, told = run_referee(dump)
         assert code == 0 and not told["lacks"], told
         assert [one["quantity"] for one in told["findings"]] == ["advantages", "tokens in the mean", "kl", "loss"]
 
@@ -63,12 +63,12 @@ def test_referee_names_settings_that_differ_from_the_run(run):
         "--scale_rewards=none": "deviation of the group",
     }
     for flag, cause in causes.items():
-        code, told = referee(dump, flag)
+        code, told = run_referee(dump, flag)
         assert code == 3 and (cause is None or cause in told["cause"]), told
 
 
 def test_referee_checks_advantages_of_recorded_rows_and_names_missing_columns(run):
     for path in (run / "checkpoints" / "iter_0000002", *sorted((run / "completions").glob("*.parquet"))):
-        code, told = referee(path, "--num_generations", "4")
+        code, told = run_referee(path, "--num_generations", "4")
         assert code == 0 and [one["quantity"] for one in told["findings"]] == ["advantages"], told
         assert any("step dump" in line for line in told["lacks"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.end_to_end.runs import write_inputs
-from tests.end_to_end.test_referee import referee
+from tests.end_to_end.test_referee import run_referee
 from tests.referee_dumps import read_hook
 
 pytest.importorskip("trl", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")
@@ -38,21 +38,21 @@ def folder(tmp_path_factory):
 def test_referee_tutorial_prints_the_output_of_its_page(run, folder):
     config = ("--config", folder / "train.py")
     for step in range(4):
-        code, told = referee(folder / run / "referee", *config, "--step", step, system="trl")
+        code, told = run_referee(folder / run / "referee", *config, "--step", step, system="trl")
         assert told["rows"] == 8 and told["micro_batches"] == 2 and (told["first"] is None or run == "faulty"), told
         if told["first"]:
             assert code == 3 and told["first"] == "loss" and "length bias" in told["cause"], told
     assert (told["first"] is not None) == (run == "faulty"), told
-    code, told = referee(folder / run / "completions", *config, system="trl")
+    code, told = run_referee(folder / run / "completions", *config, system="trl")
     assert code == 0 and [one["quantity"] for one in told["findings"]] == ["advantages"]
 
 
 def test_referee_tutorial_with_model_checks_temperature(folder):
     argv = ["--config", folder / "train.py", "--step", "0", "--weights", folder / "model"]
-    code, told = referee(folder / "sound" / "referee", *argv, system="trl")
+    code, told = run_referee(folder / "sound" / "referee", *argv, system="trl")
     assert "log-probs" in [one["quantity"] for one in told["findings"]] and code == 0, told
     argv = [folder / "faulty" / "referee", *argv]  # log-probs come before the loss
-    code, told = referee(*argv, "--temperature", "1.5", system="trl")  # their log-probs are at 3.0
+    code, told = run_referee(*argv, "--temperature", "1.5", system="trl")  # their log-probs are at 3.0
     assert code == 3 and told["first"] == "log-probs", told
-    code, told = referee(*argv, "--temperature", "1.7320508", system="trl")
+    code, told = run_referee(*argv, "--temperature", "1.7320508", system="trl")
     assert code == 3 and told["cause"] == "temperature applied twice", told

@@ -10,7 +10,7 @@ from unittest import mock
 from safetensors.torch import load_file, save_file
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 from tests.step_dump_cases import flip, replayed
 
@@ -48,7 +48,7 @@ def test_replica_check_flipped_bit_ends_the_run_and_keeps_checkpoints(tmp_path):
     )
     assert "Traceback" not in said
     out = tmp_path / "out"
-    assert [path.name for path in out.glob("checkpoints/iter_*")] == ["iter_0000001"] and len(records(out / "metrics.jsonl")) == 1
+    assert [path.name for path in out.glob("checkpoints/iter_*")] == ["iter_0000001"] and len(read_jsonl(out / "metrics.jsonl")) == 1
     [step_dump] = out.glob("debug_dump/*")
     assert step_dump.name == "step_000002_replica_mismatch"
     files = [path for path in step_dump.rglob("*") if path.is_file()]
@@ -71,5 +71,5 @@ def test_replica_check_with_warn_continues_the_run(tmp_path):
         timeout=240,
     )
     assert [code for code, _ in found] == [0, 0], found
-    assert "WARNING: replica check before optimizer step 2" in found[0][1] and len(records(tmp_path / "out/metrics.jsonl")) == 2
+    assert "WARNING: replica check before optimizer step 2" in found[0][1] and len(read_jsonl(tmp_path / "out/metrics.jsonl")) == 2
     assert not (tmp_path / "out/debug_dump").exists()

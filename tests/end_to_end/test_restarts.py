@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
-from tests.end_to_end.test_launcher import processes_of
+from tests.end_to_end.runs import read_jsonl, write_inputs
+from tests.end_to_end.test_launcher import find_processes
 from tests.ranks import run_ranks
 from tests.slurm import free_port, wait_for
 
@@ -43,7 +43,7 @@ def machines(tmp_path):
     for launcher in started:
         launcher.kill()
         launcher.wait()
-    for pid in processes_of(tmp_path):
+    for pid in find_processes(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -70,7 +70,7 @@ def test_restart_continues_after_lost_rank_and_on_fewer_machines(machines, tmp_p
     hold_after(1)
     first, second = (machines(*flags, machines="1:2") for _ in range(2))
     assert ranks_that_saved(1) == 2
-    [rank] = [pid for pid in list_children(second.pid) if pid in processes_of(tmp_path)]
+    [rank] = [pid for pid in list_children(second.pid) if pid in find_processes(tmp_path)]
     os.kill(rank, signal.SIGKILL)
     hold_after(3)
     assert ranks_that_saved(3) == 2
@@ -78,7 +78,7 @@ def test_restart_continues_after_lost_rank_and_on_fewer_machines(machines, tmp_p
     (tmp_path / "sampling").unlink()
     assert first.wait(300) == 0, (tmp_path / "log.0").read_text()[-4000:]
     assert saved() == (STEPS, 1)
-    expected, found = records(tmp_path / "whole/metrics.jsonl"), records(out / "metrics.jsonl")
+    expected, found = read_jsonl(tmp_path / "whole/metrics.jsonl"), read_jsonl(out / "metrics.jsonl")
     assert [step["step"] for step in found] == list(range(1, STEPS + 1))
     for name in ("loss", "reward", "grad_norm", "num_tokens", "learning_rate"):
         assert [step[name] for step in found] == pytest.approx([step[name] for step in expected], rel=1e-3, abs=1e-6)
@@ -120,5 +120,5 @@ def test_rank_exits_if_launcher_dies_during_imports(tmp_path):
         time.sleep(delay)
         launcher.kill()
         launcher.wait()
-    wait_for(lambda: not processes_of(tmp_path), "the end of every rank", seconds=60)
+    wait_for(lambda: not find_processes(tmp_path), "the end of every rank", seconds=60)
     assert not (tmp_path / "out").exists()  # none of them came so far

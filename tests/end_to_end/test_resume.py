@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
+from tests.end_to_end.runs import read_jsonl, stop_after_steps, train, write_inputs
 from tests.ranks import run_ranks
 
 STEPS = 6
@@ -17,7 +17,7 @@ UNEVEN = ["--allow_unaligned_generation", "true", "--generation_batch_size", "24
 EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "num_tokens", "learning_rate", "kl")
 
 
-def stop_when_it_has_trained(rank: int, world_size: int, flags: list[str], steps: int) -> int:
+def train_until_signal(rank: int, world_size: int, flags: list[str], steps: int) -> int:
     """Run `train`, and send rank 0 a signal after `steps` recorded optimizer steps."""
     if rank == 0:
         stop_after_steps(flags, steps)
@@ -43,12 +43,12 @@ def stopped(inputs):
     """A run that was stopped. It offloads for the sampler; the run that it is compared with does not."""
     folder, flags = inputs
     flags = [*flags, "--offload_model", "true", "--offload_optimizer", "true", "--output_dir", str(folder / "stopped")]
-    assert run_ranks(stop_when_it_has_trained, 2, flags, 2, timeout=180) == [3, 3]
-    assert 2 <= len(records(folder / "stopped" / "metrics.jsonl")) < STEPS
+    assert run_ranks(train_until_signal, 2, flags, 2, timeout=180) == [3, 3]
+    assert 2 <= len(read_jsonl(folder / "stopped" / "metrics.jsonl")) < STEPS
     return flags
 
 
-def _exact(step: dict) -> dict:
+def _select_exact_metrics(step: dict) -> dict:
     """Return metrics that must be equal; a step without sampling has no reward."""
     return {name: step[name] for name in EXACT if name in step}
 
@@ -60,15 +60,15 @@ def test_resume_of_stopped_run_equals_uninterrupted_run(uninterrupted, stopped, 
     shutil.copytree(stopped[-1], tmp_path / "out")
     assert run_ranks(train, 2, [*stopped[:-1], str(tmp_path / "out"), *layout], timeout=180) == [0, 0]
 
-    expected, found = records(uninterrupted / "metrics.jsonl"), records(tmp_path / "out" / "metrics.jsonl")
+    expected, found = read_jsonl(uninterrupted / "metrics.jsonl"), read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert [step["step"] for step in found] == list(range(1, STEPS + 1))
     tolerance = 1e-3 if layout else 1e-9  # another layout sums in another order, and sampled tokens may differ only where a tie falls
     for one, other in zip(expected, found, strict=True):
-        assert _exact(other) == pytest.approx(_exact(one), rel=tolerance, abs=1e-6)
+        assert _select_exact_metrics(other) == pytest.approx(_select_exact_metrics(one), rel=tolerance, abs=1e-6)
     if not layout:  # under another layout the first steps were cut for other ranks than the plan of the second launch says
-        assert_it_trained_what_it_planned(tmp_path / "out")
-    schedule = [(line["optimizer_step"], line["staleness"]) for line in records(tmp_path / "out" / "schedule.jsonl")]
-    assert schedule == [(line["optimizer_step"], line["staleness"]) for line in records(uninterrupted / "schedule.jsonl")]
+        assert_planned_rows_trained(tmp_path / "out")
+    schedule = [(line["optimizer_step"], line["staleness"]) for line in read_jsonl(tmp_path / "out" / "schedule.jsonl")]
+    assert schedule == [(line["optimizer_step"], line["staleness"]) for line in read_jsonl(uninterrupted / "schedule.jsonl")]
 
 
 def test_resume_of_finished_run_trains_nothing(uninterrupted, inputs):
@@ -77,11 +77,11 @@ def test_resume_of_finished_run_trains_nothing(uninterrupted, inputs):
     assert (uninterrupted / "metrics.jsonl").read_text() == before
 
 
-def assert_it_trained_what_it_planned(out: Path):
+def assert_planned_rows_trained(out: Path):
     """Compare schedule.jsonl (what each step did) with plan.json (what was planned before the first)."""
     plan = json.loads((out / "plan.json").read_text())
     accumulation = plan["batch"]["gradient_accumulation_steps"]
-    lines = records(out / "schedule.jsonl")
+    lines = read_jsonl(out / "schedule.jsonl")
     assert [line["optimizer_step"] for line in lines] == list(range(STEPS))
     assert len(plan["timetable"]) >= STEPS * accumulation
     for line in lines:
@@ -92,4 +92,4 @@ def assert_it_trained_what_it_planned(out: Path):
 
 
 def test_steps_train_the_planned_rows(uninterrupted):
-    assert_it_trained_what_it_planned(uninterrupted)
+    assert_planned_rows_trained(uninterrupted)

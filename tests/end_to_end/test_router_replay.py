@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -24,7 +24,7 @@ def train(rank, world_size, flags, mode):
     from tests.scripted_engine import ScriptedEngine
 
     def engine(cfg, inputs, parallel):
-        answer = scripted.answers(inputs.model_path, cfg.rollout.temperature)
+        answer = scripted.make_answers(inputs.model_path, cfg.rollout.temperature)
 
         def routed(prompt, place, version):
             completion = answer(prompt, place, version)
@@ -53,7 +53,7 @@ def test_router_replay_pending_rows_keep_experts_over_a_checkpoint(tmp_path, mod
     first = str(other / "checkpoints" / "iter_0000003")
     changed = ["--resume", first, "--share_prefix", "false", "--output_dir", str(other)]
     assert run_ranks(train, 1, [*flags, *changed], mode, timeout=120) == [0]
-    one, two = records(whole / "metrics.jsonl"), records(other / "metrics.jsonl")
+    one, two = read_jsonl(whole / "metrics.jsonl"), read_jsonl(other / "metrics.jsonl")
     assert [step["step"] for step in two] == [1, 2, 3, 4]
     wanted, found = ({name: step[-1][name] for name in SAME} for step in (one, two))
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)

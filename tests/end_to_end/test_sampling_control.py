@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 STEPS, GROUPS, ROWS = 4, 4, 31
@@ -26,7 +26,7 @@ def picky(completion_ids, dead, **columns):
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     flags = write_inputs(folder, rows=ROWS)
-    lines = [{**line, "dead": row % 3 != 0} for row, line in enumerate(records(folder / "data.jsonl"))]
+    lines = [{**line, "dead": row % 3 != 0} for row, line in enumerate(read_jsonl(folder / "data.jsonl"))]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "reward.py").write_text(REWARD)
     return [*flags, *("--reward_funcs", f"{folder}/reward.py:picky"), *("--max_steps", str(STEPS)), *("--micro_batch_size", "2"),
@@ -47,7 +47,7 @@ def run(inputs, tmp_path_factory, request):
     return request.param, out, flags
 
 
-def trained(out: Path) -> list[dict[int, list[float]]]:
+def read_trained(out: Path) -> list[dict[int, list[float]]]:
     """Return prompt number -> rewards of each rollout."""
     import pyarrow.parquet
 
@@ -64,14 +64,14 @@ def is_live(rewards: list[float]) -> bool:
     return len(set(rewards)) > 1
 
 
-def used(out: Path, step: int) -> int:
+def read_used(out: Path, step: int) -> int:
     ours = out / "checkpoints" / f"iter_{step:07d}" / "grpo"
     progress, prompts = (json.loads((ours / name).read_text()) for name in ("progress.json", "prompts.json"))
     assert progress["num_prompts"] == prompts["taken"]
     return prompts["taken"]
 
 
-def alive_by_number(flags: list[str], count: int) -> list[bool]:
+def find_varying_prompts(flags: list[str], count: int) -> list[bool]:
     """Return whether the prompts of the run's stream have varying rewards."""
     from megatron_grpo.run.config.parse import resolve
     from megatron_grpo.run.data.chat import load_tokenizer
@@ -84,26 +84,26 @@ def alive_by_number(flags: list[str], count: int) -> list[bool]:
 
 def test_dynamic_sampling_trains_each_prompt_with_a_signal_once(run):
     mode, out, flags = run
-    rollouts = trained(out)
+    rollouts = read_trained(out)
     assert [len(rollout) for rollout in rollouts] == [GROUPS] * STEPS
-    alive = alive_by_number(flags, used(out, STEPS))
+    alive = find_varying_prompts(flags, read_used(out, STEPS))
     numbers = [number for rollout in rollouts for number, rewards in rollout.items() if is_live(rewards)]
     assert numbers == [number for number, is_alive in enumerate(alive) if is_alive]
     dead = sum(not is_live(rewards) for rollout in rollouts for rewards in rollout.values())
     assert (dead > 0) == (mode == "over-sampled")  # one round is not enough there
-    assert all(step["frac_reward_zero_std"] == 0 for step in records(out / "metrics.jsonl")) == (mode != "over-sampled")
+    assert all(step["frac_reward_zero_std"] == 0 for step in read_jsonl(out / "metrics.jsonl")) == (mode != "over-sampled")
 
 
 def test_dynamic_sampling_metrics_count_sampled_prompts(run):
     mode, out, _ = run
     before = 0
-    for step in records(out / "metrics.jsonl"):
-        after = used(out, step["step"])
+    for step in read_jsonl(out / "metrics.jsonl"):
+        after = read_used(out, step["step"])
         assert step["dynamic_sample/groups_sampled"] == after - before + step["dynamic_sample/prompts_given_back"]
         assert step["dynamic_sample/zero_std_groups_replaced"] == after - before - GROUPS
         before = after
-    rounds = max(step["dynamic_sample/rounds"] for step in records(out / "metrics.jsonl"))
-    given_back = max(step["dynamic_sample/prompts_given_back"] for step in records(out / "metrics.jsonl"))
+    rounds = max(step["dynamic_sample/rounds"] for step in read_jsonl(out / "metrics.jsonl"))
+    given_back = max(step["dynamic_sample/prompts_given_back"] for step in read_jsonl(out / "metrics.jsonl"))
     assert (rounds > 1, given_back > 0) == (mode == "dynamic", mode == "dynamic"), (rounds, given_back)
 
 
@@ -112,9 +112,9 @@ def test_dynamic_sampling_resume_continues_with_the_next_prompts(run, tmp_path, 
     _, out, flags = run
     at = str(out / "checkpoints" / "iter_0000002")
     assert run_ranks(scripted.train, 2, [*flags, *layout, "--output_dir", str(tmp_path), "--resume", at]) == [0, 0]
-    assert trained(tmp_path) == trained(out)[2:]
+    assert read_trained(tmp_path) == read_trained(out)[2:]
     tolerance = 1e-4 if layout else 0.0
-    for one, other in zip(records(out / "metrics.jsonl")[2:], records(tmp_path / "metrics.jsonl"), strict=True):
+    for one, other in zip(read_jsonl(out / "metrics.jsonl")[2:], read_jsonl(tmp_path / "metrics.jsonl"), strict=True):
         assert (other["loss"], other["grad_norm"]) == pytest.approx((one["loss"], one["grad_norm"]), rel=tolerance, abs=tolerance)
         assert {name: value for name, value in one.items() if name.startswith("dynamic_sample/")}.items() <= other.items()
 
@@ -145,4 +145,4 @@ def test_failing_reward_ends_the_run_with_its_error(inputs, tmp_path):
     assert (first, second) == (1, 1)
     assert said.count("a reward function failed") == 1 and "late" in said and "no such column" in said
     assert "Traceback" not in said and "a reward function failed" not in echo
-    assert len(records(tmp_path / "out" / "metrics.jsonl")) == 1
+    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chat_models import DROPS, write_chat
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.runs import read_jsonl, train, write_inputs
 from tests.end_to_end.test_compare_losses import compare_losses
 from tests.ranks import run_ranks
 
@@ -37,7 +37,7 @@ def test_sampling_mask_pending_rows_keep_it_over_a_checkpoint_in_another_layout(
     flags += ["--record_rows", "true"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     assert run_ranks(train, 1, [*flags, "--share_prefix", "true", "--output_dir", str(whole)], timeout=180) == [0]
-    one = records(whole / "metrics.jsonl")
+    one = read_jsonl(whole / "metrics.jsonl")
     assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in one), "of the same words, at the weights that drew"
     assert 1 < one[0]["sampling/mask_size"] < one[0]["sampling/mask_size_max"] <= 5 and "sampling/mask_size" not in one[-1]
     [(code, said)] = run_ranks(compare_losses, 1, [str(whole), "--step", "3", "--json", "--variant", "epsilon=0.1"], timeout=180)
@@ -46,7 +46,7 @@ def test_sampling_mask_pending_rows_keep_it_over_a_checkpoint_in_another_layout(
     shutil.copytree(whole, other)
     changed = ["--resume", str(other / "checkpoints" / "iter_0000003"), "--share_prefix", "false", "--output_dir", str(other)]
     assert run_ranks(scripted.train, 2, [*flags, *changed, "--tensor_model_parallel_size", "2"], timeout=180) == [0, 0]  # samples nothing
-    wanted, found = ({name: steps[-1][name] for name in SAME} for steps in (one, records(other / "metrics.jsonl")))
+    wanted, found = ({name: steps[-1][name] for name in SAME} for steps in (one, read_jsonl(other / "metrics.jsonl")))
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
@@ -64,7 +64,7 @@ def test_sampling_mask_of_episode_turns_trains_an_adapter(tmp_path):
         *("--teacher_model", str(tmp_path / "model")), *("--streaming", "true"), *("--max_prompt_length", "40"),
     ]  # fmt: skip
     assert run_ranks(train, 1, flags, timeout=180) == [0]
-    first, second = records(tmp_path / "out" / "metrics.jsonl")
+    first, second = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     # The policy as it began is its teacher: of the same contexts, and among the same words, both say the same.
     assert first["teacher_kl"] < 1e-9 < second["teacher_kl"] and first["episodes/rewritten"] > 0
     for step in (first, second):

@@ -86,36 +86,38 @@ def lora(servers):
     return servers[1]
 
 
-def weights(path: Path) -> list[tuple[str, torch.Tensor]]:
+def read_weights(path: Path) -> list[tuple[str, torch.Tensor]]:
     return list(load_file(path / "model.safetensors").items())
 
 
-def prompts(num: int = 4, length: int = 40) -> list[tuple[int, ...]]:
+def make_prompts(num: int = 4, length: int = 40) -> list[tuple[int, ...]]:
     return [tuple(row) for row in np.random.default_rng(5).integers(4, 128, (num, length)).tolist()]
 
 
-def asked(version: int, *, n: int = 2, max_tokens: int = 12, num: int = 4, **more) -> wire.GenerateRequest:
-    requests = tuple(wire.Request(key=str(i), ids=ids, seed=1024 * i, n=n, max_tokens=max_tokens) for i, ids in enumerate(prompts(num)))
+def make_request(version: int, *, n: int = 2, max_tokens: int = 12, num: int = 4, **more) -> wire.GenerateRequest:
+    requests = tuple(
+        wire.Request(key=str(i), ids=ids, seed=1024 * i, n=n, max_tokens=max_tokens) for i, ids in enumerate(make_prompts(num))
+    )
     return wire.GenerateRequest(version=version, sampling=wire.Sampling(temperature=WARM), requests=requests, **more)
 
 
-def gap_of_samples(answers: dict[str, wire.GenerateLine], model) -> float:
+def find_sample_gap(answers: dict[str, wire.GenerateLine], model) -> float:
     """Return the largest |sampler - transformers| of all sampled tokens' log-probs."""
     worst = 0.0
-    for key, ids in enumerate(prompts(len(answers))):
+    for key, ids in enumerate(make_prompts(len(answers))):
         for drawn in answers[str(key)].completions:
             expected = hf_logprobs(model, [*ids, *drawn.tokens.tolist()], WARM)[len(ids) - 1 :].numpy()
             worst = max(worst, float(np.abs(expected - drawn.logprobs).max()))
     return worst
 
 
-def gap_of_scores(server: Server, model) -> float:
-    found = wire.decode(wire.ScoreResponse, server.call("/score", wire.ScoreRequest(sequences=tuple(prompts(4, 66)))))
+def find_score_gap(server: Server, model) -> float:
+    found = wire.decode(wire.ScoreResponse, server.call("/score", wire.ScoreRequest(sequences=tuple(make_prompts(4, 66)))))
     return max(float(np.abs(hf_logprobs(model, list(ids)).numpy() - np.array(row)).max())
-               for ids, row in zip(prompts(4, 66), found.logprobs, strict=True))  # fmt: skip
+               for ids, row in zip(make_prompts(4, 66), found.logprobs, strict=True))  # fmt: skip
 
 
-def refusal(call) -> tuple[int, str]:
+def catch_refusal(call) -> tuple[int, str]:
     with pytest.raises(ServerAnswerError) as caught:
         call()
     return caught.value.status, str(caught.value)
@@ -186,15 +188,16 @@ def test_server_routes_name_errors_in_requests(servers, plain):
 def test_server_request_without_claim_is_an_error_and_changes_nothing(plain):
     mine, plain.incarnation = plain.incarnation, "stranger"
     join = wire.JoinRequest(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
-    bodies = {"/release": wire.EmptyBody(), "/join": join, "/weights": wire.WeightUpdateRequest(version=1, link="x"), "/generate": asked(1),
-              "/score": wire.ScoreRequest(sequences=()), "/abort": wire.AbortRequest(version=0), "/state": None,
+    bodies = {"/release": wire.EmptyBody(), "/join": join, "/weights": wire.WeightUpdateRequest(version=1, link="x"),
+              "/generate": make_request(1), "/score": wire.ScoreRequest(sequences=()), "/abort": wire.AbortRequest(version=0),
+              "/state": None,
               "/adapter": wire.AdapterUpdateRequest(version=1, link="x", config={}, modules=())}  # fmt: skip
     for path, body in bodies.items():
-        status, says = refusal(lambda path=path, body=body: plain.call(path, body))
+        status, says = catch_refusal(lambda path=path, body=body: plain.call(path, body))
         assert status == 409 and "belongs to run 'a run'; claim it first" in says
-    status, says = refusal(lambda: plain.claim("another run", "stranger"))
+    status, says = catch_refusal(lambda: plain.claim("another run", "stranger"))
     assert status == 409 and "run 'a run' owns this server (last request 0 s ago" in says
-    status, says = refusal(lambda: plain.claim("a run", "0"))
+    status, says = catch_refusal(lambda: plain.claim("a run", "0"))
     assert status == 409 and "a later process of run 'a run'" in says
     plain.incarnation = mine
     assert plain.state().owner == "a run"
@@ -218,102 +221,106 @@ def give_up(link, server: Server, named) -> None:
     told = BackgroundCall(lambda: server.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
     with pytest.raises(CancelledError):
         link.send(source(), 5000)
-    status, says = refusal(told.answer)
+    status, says = catch_refusal(told.answer)
     assert status == 500 and "the trainer cancelled this weight update" in says
 
 
 def test_server_failed_first_syncs_do_not_affect_the_first_complete_one(plain, trainer, models):
     """They use vLLM's reload, which would count tensors of a failed sync toward the next one. Later syncs use a copy table."""
-    link, all_of_them = trainer.link(plain), weights(models[1])
+    link, all_of_them = trainer.link(plain), read_weights(models[1])
     for named in (all_of_them[:4], all_of_them[:9], [item for item in all_of_them if ".q_proj" in item[0] or ".gate_proj" in item[0]]):
         give_up(link, plain, named)
     told = BackgroundCall(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
     with pytest.raises(LinkError):  # the worker left
         link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in all_of_them * 40), 2000)
-    assert refusal(told.answer)[0] == 500 and plain.state().version is None
+    assert catch_refusal(told.answer)[0] == 500 and plain.state().version is None
     link = trainer.link(plain)
-    status, says = refusal(lambda: push(link, [(n, t) for n, t in all_of_them if "layers.1.mlp.down_proj" not in n], plain, version=1))
+    status, says = catch_refusal(
+        lambda: push(link, [(n, t) for n, t in all_of_them if "layers.1.mlp.down_proj" not in n], plain, version=1)
+    )
     assert status == 500 and "did not change 1 of the engine's weights: model.layers.1.mlp.down_proj.weight" in says
     push(link, all_of_them, plain, version=1)
-    assert gap_of_samples(plain.generate(asked(1)), load_tiny(models[1])) < 1e-4 and gap_of_scores(plain, load_tiny(models[1])) < 1e-4
+    assert (
+        find_sample_gap(plain.generate(make_request(1)), load_tiny(models[1])) < 1e-4 and find_score_gap(plain, load_tiny(models[1])) < 1e-4
+    )
 
 
 def test_server_answers_only_with_synced_weights_on_all_workers(plain, lora, trainer, models):
     for server in (plain, lora):
         for version in (0, 1):
-            status, says = refusal(lambda server=server, version=version: server.call("/generate", asked(version)))
+            status, says = catch_refusal(lambda server=server, version=version: server.call("/generate", make_request(version)))
             assert status == 409 and "has no weights, but version" in says
-        assert refusal(lambda server=server: server.call("/score", wire.ScoreRequest(sequences=())))[0] == 409
+        assert catch_refusal(lambda server=server: server.call("/score", wire.ScoreRequest(sequences=())))[0] == 409
     link = trainer.link(plain, lora)
     for version in (1, 2):
-        states = push(link, weights(models[version]), plain, lora, version=version)
+        states = push(link, read_weights(models[version]), plain, lora, version=version)
         assert [state.version for state in states] == [version] * 2
         model = load_tiny(models[version])
-        found = [server.generate(asked(version)) for server in (plain, lora)]
-        assert all(gap_of_samples(answers, model) < 1e-4 for answers in found)
-        assert all(gap_of_scores(server, model) < 1e-4 for server in (plain, lora))
+        found = [server.generate(make_request(version)) for server in (plain, lora)]
+        assert all(find_sample_gap(answers, model) < 1e-4 for answers in found)
+        assert all(find_score_gap(server, model) < 1e-4 for server in (plain, lora))
         for key in found[0]:  # whoever answers: the same tokens
             for one, other in zip(found[0][key].completions, found[1][key].completions, strict=True):
                 assert one.tokens.tolist() == other.tokens.tolist() and one.versions == ((version, 0, len(one.tokens)),)
-    status, says = refusal(lambda: plain.call("/generate", asked(1)))
+    status, says = catch_refusal(lambda: plain.call("/generate", make_request(1)))
     assert status == 409 and "has version 2, but version 1 was requested" in says
 
 
 @pytest.mark.parametrize("num", [0, 9])
 def test_server_cancelled_sync_leaves_no_version_and_next_is_exact(plain, trainer, models, num):
     link = trainer.link(plain)
-    push(link, weights(models[2]), plain, version=1)
-    give_up(link, plain, weights(models[1])[:num])
+    push(link, read_weights(models[2]), plain, version=1)
+    give_up(link, plain, read_weights(models[1])[:num])
     assert plain.state().version is None
-    push(link, weights(models[1]), plain, version=2)
-    assert gap_of_samples(plain.generate(asked(2)), load_tiny(models[1])) < 1e-4
+    push(link, read_weights(models[1]), plain, version=2)
+    assert find_sample_gap(plain.generate(make_request(2)), load_tiny(models[1])) < 1e-4
 
 
 def test_server_missing_tensor_is_named_and_leaves_no_version(plain, trainer, models):
     link = trainer.link(plain)
-    push(link, weights(models[2]), plain, version=1)
-    status, says = refusal(
-        lambda: push(link, [(n, t) for n, t in weights(models[1]) if "layers.1.mlp.down_proj" not in n], plain, version=2)
+    push(link, read_weights(models[2]), plain, version=1)
+    status, says = catch_refusal(
+        lambda: push(link, [(n, t) for n, t in read_weights(models[1]) if "layers.1.mlp.down_proj" not in n], plain, version=2)
     )
     assert status == 500 and "did not change 1 of the engine's weights: model.layers.1.mlp.down_proj.weight" in says
     assert plain.state().version is None and not plain.state().has_base
-    push(link, weights(models[1]), plain, version=2)
-    assert gap_of_scores(plain, load_tiny(models[1])) < 1e-4
+    push(link, read_weights(models[1]), plain, version=2)
+    assert find_score_gap(plain, load_tiny(models[1])) < 1e-4
 
 
 def test_server_wrong_tensor_is_detected_by_probes_and_wrong_shape_by_server(plain, trainer, models):
     link = trainer.link(plain)
-    push(link, [(n, t * 1.5 if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1])], plain, version=1)
-    assert gap_of_scores(plain, load_tiny(models[1])) > 1e-2
+    push(link, [(n, t * 1.5 if "layers.0.mlp.up_proj" in n else t) for n, t in read_weights(models[1])], plain, version=1)
+    assert find_score_gap(plain, load_tiny(models[1])) > 1e-2
     told = BackgroundCall(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
     with pytest.raises(LinkError):  # the worker left, and nobody waits for the limit
-        link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1]) * 40), 2000)
-    assert refusal(told.answer)[0] == 500 and plain.state().version is None
-    status, says = refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
+        link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in read_weights(models[1]) * 40), 2000)
+    assert catch_refusal(told.answer)[0] == 500 and plain.state().version is None
+    status, says = catch_refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
     assert status == 500 and "is closed" in says
-    push(trainer.link(plain), weights(models[1]), plain, version=2)
-    assert gap_of_scores(plain, load_tiny(models[1])) < 1e-4
+    push(trainer.link(plain), read_weights(models[1]), plain, version=2)
+    assert find_score_gap(plain, load_tiny(models[1])) < 1e-4
 
 
 def test_server_sync_over_unjoined_link_is_an_error(plain):
-    status, says = refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=1, link="nobody's")))
+    status, says = catch_refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=1, link="nobody's")))
     assert status == 500 and 'not a member of the link "nobody\'s"; join it first' in says
     join = wire.JoinRequest(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
-    status, says = refusal(lambda: plain.call("/join", join))
+    status, says = catch_refusal(lambda: plain.call("/join", join))
     assert status == 500 and "worker 0: the trainer's store at 127.0.0.1:1 does not answer" in says
 
 
 # ---- sampling
 
 
-def long(version: int) -> wire.GenerateRequest:
+def make_long_request(version: int) -> wire.GenerateRequest:
     """Return requests that a server cannot finish during a test: 16 sequences at once, and 1024 with some hundred tokens each."""
-    ids = prompts(1)[0]
+    ids = make_prompts(1)[0]
     return wire.GenerateRequest(version=version, sampling=wire.Sampling(temperature=2.0), requests=tuple(
         wire.Request(key=str(i), ids=ids, seed=64 * i, n=16, max_tokens=200) for i in range(64)))  # fmt: skip
 
 
-def opened(server: Server, body: wire.GenerateRequest):
+def open_stream(server: Server, body: wire.GenerateRequest):
     """Return a stream whose requests are in the engine."""
     connection, stream = server.request("POST", "/generate", wire.encode(body))
     assert stream.status == 200
@@ -333,8 +340,8 @@ def is_idle(server: Server) -> bool:
 
 
 def test_server_disconnected_client_aborts_its_requests(plain, trainer, models):
-    push(trainer.link(plain), weights(models[1]), plain, version=1)
-    connection, stream = opened(plain, long(1))
+    push(trainer.link(plain), read_weights(models[1]), plain, version=1)
+    connection, stream = open_stream(plain, make_long_request(1))
     stream.close()
     connection.close()
     assert is_idle(plain)
@@ -345,25 +352,25 @@ def test_server_disconnected_client_aborts_its_requests(plain, trainer, models):
 @pytest.mark.parametrize("change", ["claim", "release", "push"])
 def test_server_aborts_requests_of_earlier_owner_or_version(plain, trainer, models, change):
     link = trainer.link(plain)
-    push(link, weights(models[1]), plain, version=1)
-    connection, stream = opened(plain, long(1))
+    push(link, read_weights(models[1]), plain, version=1)
+    connection, stream = open_stream(plain, make_long_request(1))
     if change == "claim":
         state = plain.claim("a run", f"{time.time_ns():020d}")
     elif change == "release":
         state = plain.state("/release", wire.EmptyBody())
     else:
-        (state,) = push(link, weights(models[2]), plain, version=2)
+        (state,) = push(link, read_weights(models[2]), plain, version=2)
     assert state.running == 0 and state.version == (2 if change == "push" else None)
     with closing(connection):
         answers = [answer for line in iter(stream.readline, b"") if (answer := wire.decode_line(wire.GenerateLine, line))]
     assert len(answers) < 64  # who counts lines knows; the server sent none that began under one version and ended under another
     if change == "push":
-        assert gap_of_samples(plain.generate(asked(2)), load_tiny(models[2])) < 1e-4
+        assert find_sample_gap(plain.generate(make_request(2)), load_tiny(models[2])) < 1e-4
 
 
 def test_server_invalid_request_fails_alone_in_its_batch(plain, trainer, models):
-    push(trainer.link(plain), weights(models[1]), plain, version=1)
-    good = asked(1).requests
+    push(trainer.link(plain), read_weights(models[1]), plain, version=1)
+    good = make_request(1).requests
     wrong = {
         "long": (dict(ids=(5,) * 250, max_tokens=7), r"its prompt has 250 tokens, and 250 + max_tokens (7) = 257 exceeds"),
         "word": (dict(ids=(5, 10**6)), "out of vocabulary"), "minus": (dict(ids=(-1,)), "out of vocabulary"),
@@ -375,18 +382,18 @@ def test_server_invalid_request_fails_alone_in_its_batch(plain, trainer, models)
     answers = plain.generate(wire.GenerateRequest(version=1, sampling=wire.Sampling(temperature=WARM), requests=(*bad, *good)))
     for key, (_, says) in wrong.items():
         assert says in (answers[key].error or ""), (key, answers[key])
-    assert gap_of_samples({key: answers[key] for key in "0123"}, load_tiny(models[1])) < 1e-4
+    assert find_sample_gap({key: answers[key] for key in "0123"}, load_tiny(models[1])) < 1e-4
     fits = wire.Request(key="fits", ids=(5,) * 250, seed=0, n=1, max_tokens=6)
     assert plain.generate(wire.GenerateRequest(version=1, sampling=wire.Sampling(), requests=(fits,)))["fits"].error is None
     answers = plain.generate(wire.GenerateRequest(version=1, sampling=wire.Sampling(temperature=-1.0), requests=good))
     assert all("temperature" in (answer.error or "") for answer in answers.values())
-    assert refusal(lambda: plain.call("/score", wire.ScoreRequest(sequences=((5,),))))[0] == 400
+    assert catch_refusal(lambda: plain.call("/score", wire.ScoreRequest(sequences=((5,),))))[0] == 400
     assert plain.state().running == 0
 
 
 def test_server_stream_sends_keepalive_lines(plain, trainer, models):
-    push(trainer.link(plain), weights(models[1]), plain, version=1)
-    connection, stream = opened(plain, long(1))
+    push(trainer.link(plain), read_weights(models[1]), plain, version=1)
+    connection, stream = open_stream(plain, make_long_request(1))
     engine = plain.find_pid("EngineCore")
     os.kill(engine, signal.SIGSTOP)
     try:
@@ -408,9 +415,9 @@ def test_server_metrics_include_those_of_vllm(plain, trainer, models):
 
     before = numbers()
     assert before["megatron_grpo_server_version"] == -1
-    push(trainer.link(plain), weights(models[1]), plain, version=6)
-    refusal(lambda: plain.call("/generate", asked(1)))
-    plain.generate(asked(6))
+    push(trainer.link(plain), read_weights(models[1]), plain, version=6)
+    catch_refusal(lambda: plain.call("/generate", make_request(1)))
+    plain.generate(make_request(6))
     after = numbers()
 
     def grew(name):
@@ -427,7 +434,7 @@ def test_server_metrics_include_those_of_vllm(plain, trainer, models):
 # ---- adapters
 
 
-def adapter(seed: int, num_layers: int = 2) -> dict[str, torch.Tensor]:
+def make_adapter(seed: int, num_layers: int = 2) -> dict[str, torch.Tensor]:
     generator, sizes = torch.Generator().manual_seed(seed), {"q_proj": (64, 128), "k_proj": (64, 64), "down_proj": (128, 64)}
     found = {}
     for layer in range(num_layers):
@@ -439,7 +446,7 @@ def adapter(seed: int, num_layers: int = 2) -> dict[str, torch.Tensor]:
     return found
 
 
-def merged(path: Path, tensors: dict[str, torch.Tensor]):
+def merge_adapter(path: Path, tensors: dict[str, torch.Tensor]):
     model = load_tiny(path)
     for name, a in tensors.items():
         if name.endswith("lora_A.weight"):
@@ -455,34 +462,34 @@ def test_server_adapter_sync_needs_complete_adapter_and_own_base(plain, lora, tr
     names = tuple(f"model.layers.{layer}.{module}" for layer in range(2) for module in MODULES)
     body = dict(path="/adapter", config=config, modules=names)
     link = trainer.link(lora)
-    status, says = refusal(
+    status, says = catch_refusal(
         lambda: lora.call("/adapter", wire.AdapterUpdateRequest(version=1, link=link.name, config=config, modules=names))
     )
     assert status == 409 and "no base weights of this run" in says
-    (state,) = push(link, weights(models[1]), lora, version=None)
+    (state,) = push(link, read_weights(models[1]), lora, version=None)
     assert state.version is None and state.has_base and state.adapter_rank == 8
     for version in (1, 2):
-        (state,) = push(link, adapter(version).items(), lora, version=version, **body)
+        (state,) = push(link, make_adapter(version).items(), lora, version=version, **body)
         assert state.version == version
-        model = merged(models[1], adapter(version))
-        assert gap_of_samples(lora.generate(asked(version)), model) < 1e-4 and gap_of_scores(lora, model) < 1e-4
-    lacking = {name: tensor for name, tensor in adapter(3).items() if "layers.1.mlp" not in name}
-    status, says = refusal(lambda: push(link, lacking.items(), lora, version=3, **body))
+        model = merge_adapter(models[1], make_adapter(version))
+        assert find_sample_gap(lora.generate(make_request(version)), model) < 1e-4 and find_score_gap(lora, model) < 1e-4
+    lacking = {name: tensor for name, tensor in make_adapter(3).items() if "layers.1.mlp" not in name}
+    status, says = catch_refusal(lambda: push(link, lacking.items(), lora, version=3, **body))
     assert status == 500 and "1 modules have an adapter in this run but were not sent (model.layers.1.mlp.down_proj)" in says
-    other = {name.replace("layers", "leyers"): tensor for name, tensor in adapter(3).items()}
-    status, says = refusal(lambda: push(link, other.items(), lora, version=3, **body))
+    other = {name.replace("layers", "leyers"): tensor for name, tensor in make_adapter(3).items()}
+    status, says = catch_refusal(lambda: push(link, other.items(), lora, version=3, **body))
     assert status == 500 and "were sent but have no adapter in this run" in says
     assert lora.state().version is None and lora.state().has_base
-    push(link, weights(models[2]), lora, version=4)  # the base drops every adapter
-    assert gap_of_samples(lora.generate(asked(4)), load_tiny(models[2])) < 1e-4
-    push(link, weights(models[2]), lora, version=5, kind="merged")
-    status, says = refusal(
+    push(link, read_weights(models[2]), lora, version=4)  # the base drops every adapter
+    assert find_sample_gap(lora.generate(make_request(4)), load_tiny(models[2])) < 1e-4
+    push(link, read_weights(models[2]), lora, version=5, kind="merged")
+    status, says = catch_refusal(
         lambda: lora.call("/adapter", wire.AdapterUpdateRequest(version=6, link=link.name, config=config, modules=names))
     )
     assert status == 409  # merged weights are no base
     only = trainer.link(plain)
-    push(only, weights(models[1]), plain, version=1)
-    status, says = refusal(
+    push(only, read_weights(models[1]), plain, version=1)
+    status, says = catch_refusal(
         lambda: plain.call("/adapter", wire.AdapterUpdateRequest(version=2, link=only.name, config=config, modules=names))
     )
     assert status == 500 and "this server does not support adapters" in says
@@ -496,7 +503,7 @@ def test_server_with_lost_engine_exits_and_others_take_next_sync(plain, lora, tr
     engine = lora.find_pid("EngineCore")
 
     def source():
-        for number, item in enumerate(weights(models[1])):
+        for number, item in enumerate(read_weights(models[1])):
             if number == 8:
                 os.kill(engine, signal.SIGKILL)
             yield item
@@ -507,17 +514,17 @@ def test_server_with_lost_engine_exits_and_others_take_next_sync(plain, lora, tr
     ]
     with pytest.raises(LinkError):
         link.send(source(), 5000)
-    assert refusal(told[0].answer)[0] == 500 and plain.state().version is None
+    assert catch_refusal(told[0].answer)[0] == 500 and plain.state().version is None
     with pytest.raises((ServerAnswerError, OSError, http.client.HTTPException)):
         told[1].answer()
-    push(trainer.link(plain), weights(models[1]), plain, version=1)
-    assert gap_of_samples(plain.generate(asked(1)), load_tiny(models[1])) < 1e-4
+    push(trainer.link(plain), read_weights(models[1]), plain, version=1)
+    assert find_sample_gap(plain.generate(make_request(1)), load_tiny(models[1])) < 1e-4
     assert lora.process.wait(60) == 1 and lora.has_left_nothing()
     assert "The engine of this server died" in lora.log.read_text() and not lora.address_file.exists()
 
 
 def test_server_frozen_during_sync_does_not_have_the_new_weights(plain, trainer, models):
-    push(trainer.link(plain), weights(models[1]), plain, version=1)
+    push(trainer.link(plain), read_weights(models[1]), plain, version=1)
     stopped = plain.worker_pid()
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -525,13 +532,13 @@ def test_server_frozen_during_sync_does_not_have_the_new_weights(plain, trainer,
             plain.call("/state", timeout=0.5)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    status, says = refusal(lambda: plain.call("/generate", asked(2)))
+    status, says = catch_refusal(lambda: plain.call("/generate", make_request(2)))
     assert status == 409 and "has version 1, but version 2 was requested" in says
 
 
 def test_server_killed_leaves_no_engine_process(plain, trainer, models):
-    push(trainer.link(plain), weights(models[1]), plain, version=1)
-    connection, stream = opened(plain, long(1))
+    push(trainer.link(plain), read_weights(models[1]), plain, version=1)
+    connection, stream = open_stream(plain, make_long_request(1))
     assert plain.find_pid("EngineCore")
     os.kill(plain.worker_pid(), signal.SIGKILL)
     with closing(connection), pytest.raises((OSError, http.client.HTTPException)):
@@ -561,20 +568,20 @@ def test_server_tls_generated_token_and_sigterm_during_stream_work(servers, cert
     assert ask("/claim", wire.ClaimRequest(run="r", incarnation="1"))[1].status == 200
     server.call = lambda path, body=None, **_: ask(path, body)[1].read()  # what a link is made with
     assert server.state().returns_experts
-    push(trainer.link(server), weights(moe_models[1]), server, version=1)
-    connection, stream = ask("/generate", asked(1))
+    push(trainer.link(server), read_weights(moe_models[1]), server, version=1)
+    connection, stream = ask("/generate", make_request(1))
     with closing(connection):
         answers = {answer.key: answer for answer in (wire.decode_line(wire.GenerateLine, line) for line in stream) if answer is not None}
     model = load_tiny(moe_models[1])
-    assert gap_of_samples(answers, model) < 1e-4
-    for key, ids in enumerate(prompts()):
+    assert find_sample_gap(answers, model) < 1e-4
+    for key, ids in enumerate(make_prompts()):
         first, second = answers[str(key)].completions
         for drawn, begin in ((first, 0), (second, len(ids))):  # the prompt's experts come with the first completion alone
             with torch.no_grad():
                 routed = model(torch.tensor([[*ids, *drawn.tokens.tolist()]]), output_router_logits=True).router_logits
             expected = np.stack([layer.topk(2, dim=-1).indices.sort(dim=-1).values.numpy() for layer in routed], axis=1)
             assert drawn.experts is not None and np.array_equal(np.sort(drawn.experts, axis=-1), expected[begin:-1])
-    connection, stream = ask("/generate", long(1))
+    connection, stream = ask("/generate", make_long_request(1))
     server.process.terminate()
     with closing(connection):
         lines = stream.read().splitlines()

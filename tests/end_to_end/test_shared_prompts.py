@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 
 SMALL = dict(layers=1, hidden=8, heads=2, kv_heads=2, head_dim=8, ffn=8)
@@ -30,7 +30,7 @@ def test_resume_of_unshared_run_with_shared_prefix_is_equal(tmp_path):
     first = str(other / "checkpoints" / "iter_0000003")
     changed = ["--resume", first, "--share_prefix", "true", "--output_dir", str(other)]
     assert run_ranks(train, 2, [*flags, *changed], timeout=120) == [0, 0]
-    apart, shared = records(whole / "metrics.jsonl"), records(other / "metrics.jsonl")
+    apart, shared = read_jsonl(whole / "metrics.jsonl"), read_jsonl(other / "metrics.jsonl")
     assert [step["step"] for step in shared] == [1, 2, 3, 4, 5, 6]
     for one, two in zip(apart, shared, strict=True):
         wanted, found = ({name: step[name] for name in SAME if name in step} for step in (one, two))

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.test_gradient_check import is_no_number, spoilt
+from tests.distributed.test_gradient_check import is_no_number, spoil_gradient
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
 from tests.step_dump_cases import replayed
 
@@ -35,7 +35,7 @@ def train(rank: int, world_size: int, flags: list[str], spoils: tuple[int, ...],
     def train_step(self, batch, beside=None):
         how = is_no_number if batch.step in spoils else (lambda gradient: 1e3 * gradient)
         is_bad = batch.step in spoils or batch.step == spike
-        with spoilt(self, BAD_RANK, how, micro_batch=1) if is_bad else contextlib.nullcontext():
+        with spoil_gradient(self, BAD_RANK, how, micro_batch=1) if is_bad else contextlib.nullcontext():
             return take(self, batch, beside)
 
     said = io.StringIO()
@@ -65,12 +65,12 @@ def whole(inputs):
 
 
 def read_steps(out: Path) -> list[dict]:
-    return [{name: step[name] for name in EXACT if name in step} for step in records(out / "metrics.jsonl")]
+    return [{name: step[name] for name in EXACT if name in step} for step in read_jsonl(out / "metrics.jsonl")]
 
 
 def test_run_skips_bad_gradients_and_continues(whole):
     out, said = whole
-    steps = records(out / "metrics.jsonl")
+    steps = read_jsonl(out / "metrics.jsonl")
     assert [step["skipped_iterations"] for step in steps] == [0, 0, 1, 1, 1, 1, 2, 2]
     assert [step["grad_norm"] is None for step in steps] == [place == 2 for place in range(STEPS)]
     assert [step["learning_rate"] for step in steps] == pytest.approx([1e-3 * (1 - place / STEPS) for place in range(STEPS)])
@@ -91,13 +91,13 @@ def test_skipped_step_is_dumped_and_replays(whole):
 
 def test_skipped_step_logs_rank_micro_batch_and_rows(whole, inputs):
     out, said = whole
-    spoilt, spike = records(out / "skipped.jsonl")
-    schedule = {line["step"]: line["rows"] for line in records(out / "schedule.jsonl")}
-    for record, step in ((spoilt, 3), (spike, 7)):
+    spoil_gradient, spike = read_jsonl(out / "skipped.jsonl")
+    schedule = {line["step"]: line["rows"] for line in read_jsonl(out / "schedule.jsonl")}
+    for record, step in ((spoil_gradient, 3), (spike, 7)):
         [culprit] = record["bad_micro_batches"]
         assert record["step"] == step and (culprit["ranks"], culprit["micro_batch"]) == ([BAD_RANK], 1)
         assert [[row["rollout"], row["row"]] for row in culprit["rows"]] == schedule[step][1][BAD_RANK]
-    for row in spoilt["bad_micro_batches"][0]["rows"]:
+    for row in spoil_gradient["bad_micro_batches"][0]["rows"]:
         named = f"row {row['row']} of rollout {row['rollout']} (prompt {row['prompt_number']}, row {row['dataset_row']} of the data set)"
         assert named in said and row["prompt_number"] == 6 * row["rollout"] + row["row"] // 4
 
@@ -137,7 +137,7 @@ def test_consecutive_skipped_steps_end_the_run_and_name_the_last_good_checkpoint
     assert told.count("3 optimizer steps in a row were skipped (max_skipped_steps 3); the run stops") == 1
     assert f"The last good checkpoint is {good}; continue with --resume {good}." in told
     assert sorted(path.name for path in out.glob("checkpoints/iter_*")) == [good.name, "iter_0000006"]
-    assert len(records(out / "metrics.jsonl")) == 7
+    assert len(read_jsonl(out / "metrics.jsonl")) == 7
 
     found = run_ranks(train, 2, flags, (), timeout=240)  # of itself it takes the newest, and says what it is
     assert [code for code, _ in found] == [0, 0] and f"The last confirmed one is {good} (use it with --resume)." in found[0][1]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import run_ranks
-from tests.slurm import Slurm, StandIn, free_port, is_installed, wait_for
+from tests.slurm import SimulatedSlurm, SlurmCluster, free_port, is_installed, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -31,13 +31,13 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     flags = [*write_inputs(folder, rows=10), *("--max_steps", str(STEPS)), *("--verify_weight_sync", "false"), *("--export_hf", "false")]
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(folder / "whole")], timeout=180) == [0, 0]
-    return folder, flags, told(folder / "whole")
+    return folder, flags, read_logged_metrics(folder / "whole")
 
 
-def told(out: Path) -> list[dict]:
+def read_logged_metrics(out: Path) -> list[dict]:
     """Return the logged metrics of a run's steps without times."""
     timed = ("time/", "tokens_per_second")
-    return [{name: value for name, value in step.items() if not name.startswith(timed)} for step in records(out / "metrics.jsonl")]
+    return [{name: value for name, value in step.items() if not name.startswith(timed)} for step in read_jsonl(out / "metrics.jsonl")]
 
 
 # Debian's own daemons take three minutes: where they are installed and this is asked for.
@@ -46,7 +46,7 @@ REAL = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("cluster", [StandIn, pytest.param(Slurm, marks=REAL)])
+@pytest.mark.parametrize("cluster", [SimulatedSlurm, pytest.param(SlurmCluster, marks=REAL)])
 @pytest.mark.parametrize("job_file", ["two_nodes.slurm"])
 def test_slurm_job_at_time_limit_is_requeued_and_resumes_exactly(inputs, tmp_path, cluster, job_file):
     folder, flags, undisturbed = inputs
@@ -76,4 +76,4 @@ def test_slurm_job_at_time_limit_is_requeued_and_resumes_exactly(inputs, tmp_pat
     said = log.read_text()
     assert "stopped by SIGUSR1, and sampling was cancelled; saved after optimizer step" in said
     assert said.count("Resuming from") == 1
-    assert told(out) == undisturbed
+    assert read_logged_metrics(out) == undisturbed

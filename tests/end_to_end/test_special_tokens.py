@@ -38,7 +38,7 @@ def base_model(tmp_path_factory):
     return path
 
 
-def sampled_ids(out):
+def read_sampled_ids(out):
     [path, *_] = sorted((out / "completions").rglob("*.parquet"))
     table = pyarrow.parquet.read_table(path).to_pydict()
     rows = zip(table["token_ids"], table["sampler_logprobs"], strict=True)
@@ -51,7 +51,7 @@ def test_special_token_as_stop_string_stops_and_reaches_rewards(base_model, tmp_
     flags += ["--reward_funcs", f"{folder}/reward.py:tagged", "--num_generations", "8", "--generation_batch_size", "32", "--max_steps", "1"]
     flags += ["--global_batch_size", "32", "--max_completion_length", "150", "--output_dir", tmp_path / "out", "--torch_dtype", "float32"]
     assert run_ranks(train, 1, [*map(str, flags), "--stop", END, "--vllm_kv_cache_memory_mb", "64", "--log_completions_steps", "1"]) == [0]
-    tokens = sampled_ids(tmp_path / "out")
+    tokens = read_sampled_ids(tmp_path / "out")
     ended = [ids for ids in tokens if END_ID in ids]
     assert len(ended) > 16 and all(ids.index(END_ID) == len(ids) - 1 for ids in ended)
     assert any(TAG_ID in ids for ids in tokens)

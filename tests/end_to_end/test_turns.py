@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chat_models import DROPS, write_chat
-from tests.end_to_end.runs import after_steps, records, train
+from tests.end_to_end.runs import call_after_steps, read_jsonl, train
 from tests.ranks import RanksFailed, run_ranks
 
 STEPS = 5
@@ -63,7 +63,7 @@ def end_in_mid_rollout(rank: int, world_size: int, flags: list[str], steps: int,
             time.sleep(0.002)
         os.kill(os.getpid(), number)
 
-    after_steps(flags, steps, end)
+    call_after_steps(flags, steps, end)
     return train(rank, world_size, flags)
 
 
@@ -78,10 +78,10 @@ def test_episode_run_killed_and_stopped_in_mid_rollout_resumes_exactly(flags, tm
     assert run_ranks(end_in_mid_rollout, 1, flags, 3, signal.SIGTERM, timeout=180) == [3], "open episodes are dropped"
     for name in ("hold", "open"):
         (here / name).unlink()
-    assert len(records(tmp_path / "out" / "metrics.jsonl")) < STEPS
+    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) < STEPS
     assert run_ranks(train, 1, flags, timeout=180) == [0]
 
-    whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
+    whole, found = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == [line["step"] for line in whole] == list(range(1, STEPS + 1))
     for one, other in zip(whole, found, strict=True):
         kept = [name for name in EXACT if name in one]

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -42,4 +42,4 @@ def test_watchdog_names_stopped_rank_and_run_resumes(tmp_path):
     assert "The newest checkpoint is that of optimizer step 1; the same command resumes from it." in report
     assert "rank 1 on" in str(failed.value) and "died" not in str(failed.value)
     assert run_ranks(train_and_stop, 2, flags, False, timeout=170) == [0, 0]
-    assert [record["step"] for record in records(out / "metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3]

@@ -27,11 +27,11 @@ def main() -> None:
             for cp in (1, 2):
                 found.append({"dtype": str(dtype), "channels": channels, "cp": cp, "lacks": lacks})
                 if lacks is None:
-                    found[-1] |= errors(kernel, segments, cp, dtype, (channels, heads, groups), device)
+                    found[-1] |= measure_errors(kernel, segments, cp, dtype, (channels, heads, groups), device)
     print(json.dumps(found))
 
 
-def errors(kernel, segments, cp: int, dtype: torch.dtype, sizes: tuple[int, int, int], device: torch.device) -> dict[str, object]:
+def measure_errors(kernel, segments, cp: int, dtype: torch.dtype, sizes: tuple[int, int, int], device: torch.device) -> dict[str, object]:
     """Return the largest relative error of output and gradients, and whether a second pass gave the same bits in deterministic mode."""
     channels, heads, groups = sizes
     draw, total = torch.Generator().manual_seed(0), segments[-1].end

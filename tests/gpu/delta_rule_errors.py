@@ -31,11 +31,11 @@ def main() -> None:
             rule, lacks = net.gpu_rule(dtype, *channels)
             found.append({"dtype": str(dtype), "channels": channels, "lacks": lacks})
             if lacks is None:
-                found[-1] |= errors(rule, stream, segments[-1].end, dtype, *channels)
+                found[-1] |= measure_errors(rule, stream, segments[-1].end, dtype, *channels)
     print(json.dumps(found))
 
 
-def errors(rule: net.Rule, stream, total: int, dtype: torch.dtype, key_channels: int, value_channels: int) -> dict[str, object]:
+def measure_errors(rule: net.Rule, stream, total: int, dtype: torch.dtype, key_channels: int, value_channels: int) -> dict[str, object]:
     """Return the largest relative error of output and gradients, and whether a second pass gave the same bits."""
     draw, heads = torch.Generator().manual_seed(0), 4
     query, key, value, grad, decay, strength = (

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests import parity_cases as cases
-from tests.gpu.test_steps import BF16, GPUS, ROOT, measured
+from tests.gpu.test_steps import BF16, GPUS, ROOT, run_measured
 from tests.tiny_models import write_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
@@ -40,5 +40,5 @@ def test_steps_of_a_hybrid_are_near_float64(tmp_path, name, dtype, share_prefix)
     right = cases.reference(path, cases.settings(**run), batches)
     runs = {"grpo": run | dict(transformer_impl="local", torch_dtype=dtype)}
     limits = BF16 if dtype == "bfloat16" else dict(loss=1e-6, gradient=1e-5, weight=1e-5)
-    for distance in measured(path, batches, runs, {"grpo": right}, tmp_path, name).values():
+    for distance in run_measured(path, batches, runs, {"grpo": right}, tmp_path, name).values():
         assert distance.within(**limits), distance

@@ -73,16 +73,16 @@ def test_shared_prefix_steps_are_as_near_float64_as_others(tmp_path, name, dtype
     right = cases.reference(path, cases.settings(**run), batches)
     runs = {key: run | share | dict(transformer_impl="local", torch_dtype=dtype) for key, share in SHARED.items()}
     limits = BF16 if dtype == "bfloat16" else dict(loss=1e-6, gradient=1e-5, weight=1e-5)
-    for distance in measured(path, batches, runs, dict.fromkeys(runs, right), tmp_path, name).values():
+    for distance in run_measured(path, batches, runs, dict.fromkeys(runs, right), tmp_path, name).values():
         assert distance.within(**limits), distance
 
 
-def distances(model: str, stored, tmp_path, name: str, *, adapters: bool = False, **more) -> dict[str, cases.Distance]:
+def measure_distances(model: str, stored, tmp_path, name: str, *, adapters: bool = False, **more) -> dict[str, cases.Distance]:
     path, batches, own, references = stored(model, adapters)
-    return measured(path, batches, {key: own | run | more for key, run in RUNS.items()}, references, tmp_path, name)
+    return run_measured(path, batches, {key: own | run | more for key, run in RUNS.items()}, references, tmp_path, name)
 
 
-def measured(path, batches, runs, references, tmp_path, name: str) -> dict[str, cases.Distance]:
+def run_measured(path, batches, runs, references, tmp_path, name: str) -> dict[str, cases.Distance]:
     layout = cases.LAYOUTS[name]
     if layout.world_size > GPUS:
         pytest.skip(f"{name} needs {layout.world_size} GPUs, there are {GPUS}")
@@ -105,39 +105,43 @@ def measured(path, batches, runs, references, tmp_path, name: str) -> dict[str, 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_float32_steps_equal_float64(stored, tmp_path, name):
-    for distance in distances("dense", stored, tmp_path, name, transformer_impl="local").values():
+    for distance in measure_distances("dense", stored, tmp_path, name, transformer_impl="local").values():
         assert distance.within(loss=1e-6, gradient=1e-5, weight=1e-5), distance
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_float32_steps_with_experts_equal_float64(stored, tmp_path, name):
-    for distance in distances("MoE", stored, tmp_path, name, transformer_impl="local").values():
+    for distance in measure_distances("MoE", stored, tmp_path, name, transformer_impl="local").values():
         assert distance.within(loss=1e-6, gradient=1e-5, weight=1e-5), distance
 
 
 @pytest.mark.parametrize(("model", "name"), [*(("dense", name) for name in DENSE), *(("MoE", name) for name in EXPERTS)])
 def test_float32_steps_of_adapters_equal_float64(stored, tmp_path, model, name):
-    for distance in distances(model, stored, tmp_path, name, adapters=True, transformer_impl="local").values():
+    for distance in measure_distances(model, stored, tmp_path, name, adapters=True, transformer_impl="local").values():
         assert distance.within(loss=1e-6, gradient=1e-5, weight=1e-5), distance
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_bfloat16_steps_are_near_float64(stored, tmp_path, name):
-    for distance in distances("dense", stored, tmp_path, name, transformer_impl="local", torch_dtype="bfloat16").values():
+    for distance in measure_distances("dense", stored, tmp_path, name, transformer_impl="local", torch_dtype="bfloat16").values():
         assert distance.within(**BF16), distance
 
 
 @needs_te
 @pytest.mark.parametrize("name", DENSE)
 def test_transformer_engine_steps_are_near_float64(stored, tmp_path, name):
-    for distance in distances("dense", stored, tmp_path, name, transformer_impl="transformer_engine", torch_dtype="bfloat16").values():
+    for distance in measure_distances(
+        "dense", stored, tmp_path, name, transformer_impl="transformer_engine", torch_dtype="bfloat16"
+    ).values():
         assert distance.within(**BF16), distance
 
 
 @needs_te
 @pytest.mark.parametrize("name", EXPERTS)
 def test_transformer_engine_steps_with_experts_are_near_float64(stored, tmp_path, name):
-    for distance in distances("MoE", stored, tmp_path, name, transformer_impl="transformer_engine", torch_dtype="bfloat16").values():
+    for distance in measure_distances(
+        "MoE", stored, tmp_path, name, transformer_impl="transformer_engine", torch_dtype="bfloat16"
+    ).values():
         assert distance.within(**BF16), distance
 
 
@@ -145,7 +149,7 @@ def test_transformer_engine_steps_with_experts_are_near_float64(stored, tmp_path
 @pytest.mark.parametrize(("model", "name"), [*(("dense", name) for name in DENSE), *(("MoE", name) for name in EXPERTS)])
 def test_transformer_engine_steps_of_adapters_are_near_float64(stored, tmp_path, model, name):
     settings = dict(transformer_impl="transformer_engine", torch_dtype="bfloat16")
-    for distance in distances(model, stored, tmp_path, name, adapters=True, **settings).values():
+    for distance in measure_distances(model, stored, tmp_path, name, adapters=True, **settings).values():
         assert distance.within(**BF16), distance
 
 
@@ -153,7 +157,7 @@ def test_transformer_engine_steps_of_adapters_are_near_float64(stored, tmp_path,
 def test_steps_with_gradients_and_optimizer_state_in_fewer_bits_are_near_float64(stored, tmp_path, impl):
     few = dict(use_precision_aware_optimizer=True, main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
     name = "1" if GPUS == 1 else "DP2"
-    for distance in distances("dense", stored, tmp_path, name, transformer_impl=impl, torch_dtype="bfloat16", **few).values():
+    for distance in measure_distances("dense", stored, tmp_path, name, transformer_impl=impl, torch_dtype="bfloat16", **few).values():
         assert distance.within(**BF16), distance
 
 
@@ -162,5 +166,7 @@ def test_steps_with_gradients_and_optimizer_state_in_fewer_bits_are_near_float64
     dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2), dict(recompute_granularity="selective"),
 ], ids=lambda settings: next(iter(settings)) + "=" + str(next(iter(settings.values()))))  # fmt: skip
 def test_other_ways_to_run_a_step_equal_float64(stored, tmp_path, settings):
-    for distance in distances("dense", stored, tmp_path, "1" if GPUS == 1 else "DP2", transformer_impl="local", **settings).values():
+    for distance in measure_distances(
+        "dense", stored, tmp_path, "1" if GPUS == 1 else "DP2", transformer_impl="local", **settings
+    ).values():
         assert distance.within(loss=1e-6, gradient=1e-5, weight=1e-5), distance

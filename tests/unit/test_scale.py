@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import run_ranks
-from tests.simulated_ranks import World, simulate_rollout_and_two_steps
+from tests.simulated_ranks import SimulatedCollectives, simulate_rollout_and_two_steps
 
 SIZES = (64, 1024, 16384)
 SHORT, LONG = 300, 700  # tokens of a completion; numbers of as many bytes
@@ -14,7 +14,7 @@ ROWS_OF_A_RANK = 2
 
 def measure(tmp_path, size, rank, length, *, rows=None):
     rows = ROWS_OF_A_RANK * size if rows is None else rows
-    world = World(size=size, rank=rank)
+    world = SimulatedCollectives(size=size, rank=rank)
     found = simulate_rollout_and_two_steps(world, tmp_path / f"{size}_{rank}_{length}", length=length, groups=rows // 2)
     assert world.sent_to["completions"] <= {rank - rank % world.per_node}, "text leaves its node"
     return found
@@ -55,15 +55,15 @@ def test_rank_share_of_fixed_batch_decreases_with_number_of_ranks(tmp_path):
 
 def test_simulated_rank_sizes_equal_real_ones(tmp_path):
     def body(rank, size, folder):
-        from tests.simulated_ranks import World, simulate_rollout_and_two_steps
+        from tests.simulated_ranks import SimulatedCollectives, simulate_rollout_and_two_steps
 
-        world = World(size=size, rank=rank, per_node=2, is_real=True)
+        world = SimulatedCollectives(size=size, rank=rank, per_node=2, is_real=True)
         return simulate_rollout_and_two_steps(world, folder / str(rank), length=LONG, groups=2 * size)
 
     real = run_ranks(body, 4, tmp_path / "real")
     for rank in range(4):
         simulated = simulate_rollout_and_two_steps(
-            World(size=4, rank=rank, per_node=2), tmp_path / f"made_up_{rank}", length=LONG, groups=8
+            SimulatedCollectives(size=4, rank=rank, per_node=2), tmp_path / f"made_up_{rank}", length=LONG, groups=8
         )
         for kind in ("sent", "received", "held"):
             assert simulated[kind] == pytest.approx(real[rank][kind], rel=0.05, abs=64), (rank, kind)

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.end_to_end.runs import records
+from tests.end_to_end.runs import read_jsonl
 from tools.torturing.promises import FALLS_BACK, UNMOVED
 from tools.torturing.target import STEPS, BrokenPromiseError, Fault, Target
 
@@ -84,7 +84,7 @@ def damage_record(name: str, harm: Callable[[Path], None]) -> Callable[[Target],
         if ended.code == 0:
             if name in RECORDS_OF_STEPS:
                 ended.require(0, rf"{name} has no line of \d of the 7 optimizer steps")
-            last = records(target.out / "metrics.jsonl")[-1]
+            last = read_jsonl(target.out / "metrics.jsonl")[-1]
             if last["step"] != STEPS:
                 raise BrokenPromiseError(f"the last line of metrics.jsonl is of step {last['step']}")
         else:

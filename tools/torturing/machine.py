@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 
-from tests.end_to_end.runs import records
+from tests.end_to_end.runs import read_jsonl
 from tools.torturing.moments import make_injection, raise_at
 from tools.torturing.promises import SENTENCE, UNMOVED
 from tools.torturing.target import BrokenPromiseError, Fault, Target, UnsupportedFaultError
@@ -87,7 +87,7 @@ def set_environment(env: dict[str, str], code: int = 0) -> Callable[[Target], No
 def use_more_threads(target: Target) -> None:
     """Run with four threads; losses must equal those of one thread to 1e-4."""
     target.run(env={"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}).require(0)
-    mine, right = (records(out / "metrics.jsonl") for out in (target.out, target.setup.reference / "out"))
+    mine, right = (read_jsonl(out / "metrics.jsonl") for out in (target.out, target.setup.reference / "out"))
     if len(mine) != len(right) or any(abs(one["loss"] - other["loss"]) > 1e-4 for one, other in zip(mine, right, strict=True)):
         raise BrokenPromiseError("the losses differ from those of one thread by more than 1e-4")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import read_jsonl, write_inputs
 from tools.torturing import warm
 from tools.torturing.warm import ENVIRONMENT, Forked
 
@@ -358,7 +358,7 @@ def read_numbers(path: Path, *, cut: bool = False) -> list[dict]:
         path: Path of the file.
         cut: Whether the last line may be incomplete.
     """
-    lines = [] if not path.exists() else read_whole_lines(path) if cut else records(path)
+    lines = [] if not path.exists() else read_whole_lines(path) if cut else read_jsonl(path)
     return [{name: value for name, value in line.items() if not VARYING.match(name)} for line in lines]
 
 

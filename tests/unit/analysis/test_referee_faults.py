@@ -12,7 +12,7 @@ import torch
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo_referee import trl
 from megatron_grpo_referee.findings import findings
-from tests.referee_dumps import MAX_COMPLETION_LENGTH, G, trl_dump
+from tests.referee_dumps import MAX_COMPLETION_LENGTH, G, dump_trl
 
 pytest.importorskip("trl", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")
 
@@ -46,7 +46,7 @@ def settings_for(theirs: dict) -> SimpleNamespace:
 
 def judge(folder, seed, theirs, **made):
     s = settings_for(theirs)
-    return findings(trl.read(trl_dump(folder, seed, **theirs, **made), None, s), s)
+    return findings(trl.read(dump_trl(folder, seed, **theirs, **made), None, s), s)
 
 
 LOSS, SCORE = "_compute_loss", "_generate_and_score_completions"

@@ -29,34 +29,34 @@ SWIFT = ["--of", "swift", "--num_generations", "4"]
 IS = [*VERL, "algorithm.rollout_correction.rollout_is=token"]
 # (writer, its settings, command line): sound, and for each fault the quantity and words of the cause
 CASES = {
-    "verl": (dumps.verl_dump, {}, VERL, {
+    "verl": (dumps.dump_verl, {}, VERL, {
         "n": ("advantages", "n instead of n - 1"), "length": ("loss", "length bias"), "padding": ("loss", "padding"),
         "stale": ("loss", "staleness ignored"), "clip": ("loss", "clip on the wrong side"), "dual": ("loss", "delta"),
         "micro": ("loss", "mean of micro-batch means")}),
-    "verl, KL": (dumps.verl_dump, {"kl": 0.1}, [*VERL, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1"], {}),
-    "verl, rows": (dumps.verl_dump, {"mode": "seq-mean-token-mean"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], {}),
-    "verl, sums": (dumps.verl_dump, {"mode": "seq-mean-token-sum"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], {}),
-    "verl, norm": (dumps.verl_dump, {"mode": "seq-mean-token-sum-norm"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], {}),
-    "verl, norm by a number": (dumps.verl_dump, {"mode": "seq-mean-token-sum-norm", "horizon": 20}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_scale_factor=20"], {}),
-    "verl, correction": (dumps.verl_dump, {"correction": True}, IS, {
+    "verl, KL": (dumps.dump_verl, {"kl": 0.1}, [*VERL, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1"], {}),
+    "verl, rows": (dumps.dump_verl, {"mode": "seq-mean-token-mean"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], {}),
+    "verl, sums": (dumps.dump_verl, {"mode": "seq-mean-token-sum"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], {}),
+    "verl, norm": (dumps.dump_verl, {"mode": "seq-mean-token-sum-norm"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], {}),
+    "verl, norm by a number": (dumps.dump_verl, {"mode": "seq-mean-token-sum-norm", "horizon": 20}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_scale_factor=20"], {}),
+    "verl, correction": (dumps.dump_verl, {"correction": True}, IS, {
         "twice": ("loss", "applied twice"), "side": ("correction", "wrong side")}),
-    "slime": (dumps.slime_dump, {}, SLIME, {"mask": ("loss", "masked tokens counted"), "stale": ("loss", "staleness"), "clip": ("loss", "clip")}),
-    "slime, tokens": (dumps.slime_dump, {"per_token": True}, [*SLIME, "--calculate-per-token-loss"], {"stale": ("loss", "staleness")}),
-    "slime, KL": (dumps.slime_dump, {"kl": 0.1}, [*SLIME, "--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3"], {
+    "slime": (dumps.dump_slime, {}, SLIME, {"mask": ("loss", "masked tokens counted"), "stale": ("loss", "staleness"), "clip": ("loss", "clip")}),
+    "slime, tokens": (dumps.dump_slime, {"per_token": True}, [*SLIME, "--calculate-per-token-loss"], {"stale": ("loss", "staleness")}),
+    "slime, KL": (dumps.dump_slime, {"kl": 0.1}, [*SLIME, "--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3"], {
         "kl side": ("loss", "exchanged"), "k2": ("loss", "k2 instead of k3")}),
-    "slime, file": (dumps.slime_train_data, {}, SLIME, {"n": ("advantages", "n instead of n - 1")}),
-    "swift": (dumps.swift_dump, {}, [*SWIFT, "--beta", "0"], {"token mean": ("loss", "a mean over the tokens of each micro-batch"), "clip": ("loss", "clip")}),
-    "swift, dapo": (dumps.swift_dump, {"loss_type": "dapo"}, [*SWIFT, "--beta", "0", "--loss_type", "dapo"], {
+    "slime, file": (dumps.dump_slime_train_data, {}, SLIME, {"n": ("advantages", "n instead of n - 1")}),
+    "swift": (dumps.dump_swift, {}, [*SWIFT, "--beta", "0"], {"token mean": ("loss", "a mean over the tokens of each micro-batch"), "clip": ("loss", "clip")}),
+    "swift, dapo": (dumps.dump_swift, {"loss_type": "dapo"}, [*SWIFT, "--beta", "0", "--loss_type", "dapo"], {
         "micro": ("loss", "micro-batch means"), "scale": ("loss", "divided by the number of micro-batches once more")}),
-    "swift, bnpo": (dumps.swift_dump, {"loss_type": "bnpo"}, [*SWIFT, "--beta", "0", "--loss_type", "bnpo"], {}),
-    "swift, KL": (dumps.swift_dump, {"beta": 0.1}, [*SWIFT, "--beta", "0.1"], {"kl": ("loss", "KL of the wrong sign")}),
-    "swift, overlong": (dumps.swift_dump, {"overlong": True}, [*SWIFT, "--beta", "0", "--overlong_filter", "true"], {
+    "swift, bnpo": (dumps.dump_swift, {"loss_type": "bnpo"}, [*SWIFT, "--beta", "0", "--loss_type", "bnpo"], {}),
+    "swift, KL": (dumps.dump_swift, {"beta": 0.1}, [*SWIFT, "--beta", "0.1"], {"kl": ("loss", "KL of the wrong sign")}),
+    "swift, overlong": (dumps.dump_swift, {"overlong": True}, [*SWIFT, "--beta", "0", "--overlong_filter", "true"], {
         "truncated": ("loss", "truncated rows kept")}),
-    "swift, correction": (dumps.swift_dump, {"mode": "token_truncate"}, [*SWIFT, "--beta", "0", "--rollout_importance_sampling_mode",
+    "swift, correction": (dumps.dump_swift, {"mode": "token_truncate"}, [*SWIFT, "--beta", "0", "--rollout_importance_sampling_mode",
         "token_truncate"], {"twice": ("loss", "applied twice"), "none": ("loss", "is not applied")}),
-    "swift, sequence mask": (dumps.swift_dump, {"mode": "sequence_mask"}, [*SWIFT, "--beta", "0", "--rollout_importance_sampling_mode",
+    "swift, sequence mask": (dumps.dump_swift, {"mode": "sequence_mask"}, [*SWIFT, "--beta", "0", "--rollout_importance_sampling_mode",
         "sequence_mask"], {"twice": ("loss", "applied twice")}),
-    "swift, log": (dumps.swift_completions, {}, SWIFT, {"n": ("advantages", "n instead of n - 1")}),
+    "swift, log": (dumps.write_swift_completions, {}, SWIFT, {"n": ("advantages", "n instead of n - 1")}),
 }  # fmt: skip
 
 
@@ -76,10 +76,10 @@ def test_referee_names_a_planted_fault_first(name, wrong, tmp_path):
 
 
 def test_files_of_other_versions_are_refused_by_name(tmp_path):
-    path = dumps.slime_train_data(tmp_path, 0, version=1)
+    path = dumps.dump_slime_train_data(tmp_path, 0, version=1)
     code, told = run_referee(path, *SLIME)
     assert code == 2 and "has format_version 1. This version reads 2" in told["said"]
-    file = min(dumps.verl_dump(tmp_path / "verl", 0).iterdir())
+    file = min(dumps.dump_verl(tmp_path / "verl", 0).iterdir())
     code, told = run_referee(file.parent, "--of", "swift")
     assert code == 2 and "was written by verl 0.9.1. This version reads swift 4.6.0" in told["said"]
     with np.load(file) as arrays:

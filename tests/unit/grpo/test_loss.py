@@ -23,7 +23,7 @@ from megatron_grpo.core.grpo.objectives import (
 )
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo_referee import reference
-from tests.combinations import KL_MODES, draw_other_settings, legal
+from tests.combinations import KL_MODES, draw_other_settings, validate
 from tests.reference.packing import (
     MAX_COMPLETION_LENGTH,
     compute_labels,
@@ -79,7 +79,7 @@ def test_loss_equals_reference_for_every_legal_combination_and_partition(loss_ty
     rng = np.random.default_rng(number)
     for kl_mode, kl in KL_MODES.items():
         base = {"loss_type": loss_type, "importance_sampling_level": level, **kl}
-        for cfg in (legal(base), draw_other_settings(rng, base, OTHERS), draw_other_settings(rng, base, OTHERS)):
+        for cfg in (validate(base), draw_other_settings(rng, base, OTHERS), draw_other_settings(rng, base, OTHERS)):
             seed = int(rng.integers(1 << 30))
             completions = draw_batch(cfg, seed)
             wanted = compute_expected(cfg, completions)

@@ -10,12 +10,12 @@ from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config
 from tests.ranks import run_ranks
-from tests.small_hub import TOKEN, SmallHub, use
+from tests.small_hub import TOKEN, LocalHub, use
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    hub = SmallHub()
+    hub = LocalHub()
     use(monkeypatch, hub.address)
     yield hub
     hub.close()

@@ -18,7 +18,7 @@ from megatron_grpo.plugins.servers.addresses import Address
 from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, read_run_name, run_name, start_coroutine
 from megatron_grpo.plugins.servers.requests import GenerationRequest
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
-from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
+from tests.small_server import TOKEN, BrokenConnectionError, SmallServer, all_at_once, answer, certificate_in
 
 SAMPLING = wire.Sampling()
 
@@ -269,16 +269,16 @@ def test_server_group_splits_prompts_and_keeps_seeds(opened, fleet_of):
     assert {len(call) for server in servers for call in server.asked} <= set(range(1, 5))  # 8 sequences, 2 a prompt
 
 
-def make_breaking_answer(count, how=Broken):
+def make_breaking_answer(count, how=BrokenConnectionError):
     """Serves so many prompts over all calls, then breaks every connection."""
 
     def lines(server, body):
         for request in body.requests:
             server.served = getattr(server, "served", 0) + 1
             if server.served > count:
-                if how is not Broken:
+                if how is not BrokenConnectionError:
                     yield how(request)
-                raise Broken
+                raise BrokenConnectionError
             yield wire.encode_line(answer(request, body.version))
 
     return lines
@@ -286,7 +286,7 @@ def make_breaking_answer(count, how=Broken):
 
 @pytest.mark.parametrize("half", [None, b'{"key": "1", "comp'], ids=["between lines", "in a line"])
 def test_server_group_resends_prompts_of_dead_server(opened, fleet_of, half):
-    bad = opened(SmallServer(make_breaking_answer(3, how=Broken if half is None else lambda request: half)))
+    bad = opened(SmallServer(make_breaking_answer(3, how=BrokenConnectionError if half is None else lambda request: half)))
     good = opened(SmallServer())
     found, asked = fleet_of(bad, good), make_request(60)
     prepare_servers([bad, good], found)
@@ -340,7 +340,7 @@ def test_server_group_prompt_that_kills_three_servers_raises(opened, fleet_of):
     def lines(server, body):
         for request in body.requests:
             if request.key == "3":
-                raise Broken
+                raise BrokenConnectionError
             yield wire.encode_line(answer(request, body.version))
 
     servers = [opened(SmallServer(lines)) for _ in range(4)]

@@ -16,7 +16,7 @@ from megatron_grpo.plugins.servers.http import Server
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
 from megatron_grpo.plugins.servers.server_parts import ServerPartialRollouts
 from megatron_grpo.plugins.servers.server_turns import TurnServerLostError
-from tests.small_server import TOKEN, Broken, SmallServer
+from tests.small_server import TOKEN, BrokenConnectionError, SmallServer
 
 
 def encode_tokens(request, count, reason):
@@ -157,7 +157,7 @@ def test_server_parts_of_lost_server_are_resent_and_free_slots_are_used(parts_of
     def breaks(server, body):
         yield b"\n"
         gate.wait()
-        raise Broken
+        raise BrokenConnectionError
 
     def answers(server, body):
         for request in body.requests:
@@ -176,7 +176,7 @@ def test_server_parts_of_lost_server_are_resent_and_free_slots_are_used(parts_of
 
 def test_server_parts_raise_after_three_server_deaths(parts_of):
     def breaks(server, body):
-        raise Broken
+        raise BrokenConnectionError
         yield b""
 
     parts, group, _ = parts_of(breaks, breaks, breaks, answer_until_aborted)

@@ -21,7 +21,7 @@ from megatron_grpo.plugins.servers.requests import GenerationRequest
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
 from megatron_grpo.plugins.servers.server_turns import ServerTurns, TurnServerLostError
 from megatron_grpo.plugins.servers.servers import ServerEngine
-from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
+from tests.small_server import TOKEN, BrokenConnectionError, SmallServer, all_at_once, answer
 from tests.unit.trainer.test_rollouts import build_generator
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=4)
@@ -99,7 +99,7 @@ def test_server_engine_after_losing_all_servers_answers_rest_with_new_weights(en
             return
         for request in body.requests:
             if int(request.key) > 2:
-                raise Broken
+                raise BrokenConnectionError
             yield wire.encode_line(answer(request, body.version))
 
     engine, _ = engine_of(dies_after_three)
@@ -187,7 +187,7 @@ def test_server_engine_finishes_turns_of_lost_server_before_weight_sync(engine_o
 
     def one_breaks(server, body):
         if len(body.requests[0].ids) == 1:
-            raise Broken
+            raise BrokenConnectionError
         gate.wait()
         yield from answer_turns(body)
 

@@ -21,7 +21,7 @@ from megatron_grpo.plugins.servers.http import Server
 from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup, TokensToScore
 from megatron_grpo.plugins.teacher.trainer import ServedTeacher
 from megatron_grpo.run.config.settings import Config, EvalConfig, TurnsConfig
-from tests.small_server import TOKEN, Broken, SmallServer
+from tests.small_server import TOKEN, BrokenConnectionError, SmallServer
 from tests.unit.trainer.test_rollouts import SingleRankState
 
 NEEDS = TeacherRequirements(max_model_len=64, vocabulary="words", vocab_size=100)
@@ -87,7 +87,7 @@ def test_teacher_resends_sequences_of_lost_server_and_readds_it(opened):
         calls.append(len(body.sequences))
         if len(calls) < 3:
             yield encode_logprobs(0, [-(body.sequences[0][at] / 100 + at) for at in range(body.first[0], len(body.sequences[0]))])
-            raise Broken
+            raise BrokenConnectionError
         yield from answer_logprobs(server, body)
 
     teacher = make_teacher(opened(dying), opened(), timeout=20.0)
