@@ -482,7 +482,7 @@ def make_yaml_cases() -> Iterator[Case]:
     )  # fmt: skip
     for name, content, says in foreign:
         yield Case(name=f"yaml: a {name} file", extra=_written("run.yaml", content), says=says)
-    yield Case(name="a file that may not be read", extra=_make_forbidden_cases, says=["run.yaml"])
+    yield Case(name="a file that may not be read", extra=_make_forbidden, says=["run.yaml"])
     scripts = (
         ("a quote left open", "megatron rlhf --lr '1e-6\n", ["run.sh"]),
         ("a variable from outside", "megatron rlhf --lr $RATE\n", ["$RATE"]),
@@ -503,7 +503,7 @@ def make_yaml_cases() -> Iterator[Case]:
         yield Case(name=f"lengths: {name}", extra=extra, says=says)
 
 
-def _make_forbidden_cases(at: Path, good: Mapping[str, str]) -> Arguments:
+def _make_forbidden(at: Path, good: Mapping[str, str]) -> Arguments:
     (at / "run.yaml").mkdir()  # root may read everything, but not a folder as a file
     return ["--config", str(at / "run.yaml")]
 
