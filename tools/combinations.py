@@ -88,7 +88,9 @@ def is_rounding(loss_type: str, error: float, tensor: str = "") -> bool:
     return loss_type == "vespo" and not tensor and error <= VESPO_LIMIT
 
 
-def compare_layout(layout: str, made: every.CombinationInputs, runs: every.Runs, right: every.ExpectedResults, *, bar: float) -> tuple[float, float, bool]:
+def compare_layout(
+    layout: str, made: every.CombinationInputs, runs: every.Runs, right: every.ExpectedResults, *, bar: float
+) -> tuple[float, float, bool]:
     """Compare all runs in one layout and print a line with the result.
 
     Args:

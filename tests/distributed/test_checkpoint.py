@@ -265,23 +265,23 @@ def resume_and_save(rank, world_size, source, folder, more, layout):
 
 
 def save_with_metrics(rank, world_size, folder):
-    """Saves with metrics that no step has reported, and without; returns what a resumed run gets of each."""
-    policy, stats = Policy(world_size), [{"reward": np.float32(0.5)}, {}]
+    """Save with unreported metrics and without; return the metrics that a resumed run gets of each."""
+    policy, stats = SmallPolicy(world_size), [{"reward": np.float32(0.5)}, {}]
     received = []
     for step, waiting in enumerate(stats, 1):
-        keeper = checkpoints(folder)
+        keeper = make_checkpoint_manager(folder)
         keeper.logger = SimpleNamespace(compute_unreported_stats=lambda waiting=waiting: waiting)
-        keeper.save(Progress(step=step), Waiting(), policy, Prompts())
-        again = checkpoints(folder)
+        keeper.save(Progress(step=step), PendingRows(), policy, Prompts())
+        again = make_checkpoint_manager(folder)
         again.logger = SimpleNamespace()
-        restored(again, policy, Prompts())
+        restore_samples(again, policy, Prompts())
         received.append(again.logger.restored_stats)
     return received
 
 
-def test_metrics_that_no_step_has_reported_are_in_the_checkpoint(tmp_path):
+def test_save_keeps_metrics_that_no_step_has_reported(tmp_path):
     assert run_ranks(save_with_metrics, 2, tmp_path)[0] == [{"reward": 0.5}, {}]
-    assert not (run_of(tmp_path, 2) / "grpo/metrics.json").exists()
+    assert not (make_run(tmp_path, 2) / "grpo/metrics.json").exists()
 
 
 def read_tensors(directories):

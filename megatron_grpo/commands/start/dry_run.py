@@ -21,8 +21,9 @@ import numpy as np
 
 from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, one_line
 from megatron_grpo.core.images import num_tokens
+from megatron_grpo.core.rollout.engine import make_completion
 from megatron_grpo.core.settings import EQUAL_REWARDS
-from megatron_grpo.core.types import Group, Prompt, make_completion
+from megatron_grpo.core.types import Group, Prompt
 from megatron_grpo.run import inputs
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
