@@ -85,7 +85,7 @@ def test_closed_stdout_does_not_end_the_run(tmp_path):
     script = f"""
 import sys
 from pathlib import Path
-from megatron_grpo.core.types import Progress
+from megatron_grpo.core.metadata import Progress
 from tests.loggers import logger_in
 metrics = logger_in(Path({str(tmp_path)!r}))
 metrics.start(Progress())

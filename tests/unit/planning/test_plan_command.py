@@ -333,7 +333,7 @@ def test_the_figure_marks_stale_rows_and_brackets_steps_and_rollouts():
         ).split()
     )
     rows = [line.split() for line in text.splitlines()]
-    assert ["┌", "step", "0", "0", "0", "1", "·", "own", "forward", "┐", "rollout", "0", "by", "v0"] in rows
+    assert ["┌", "step", "0", "0", "0", "1", "·", "on_policy", "┐", "rollout", "0", "by", "v0"] in rows
     assert ["┌", "step", "1", "4", "8", "9", "+1", "recompute", "│"] in rows
     assert ["forward-only", "3", "of", "12", "slices;", "2", "of", "4", "rollouts", "are", "stale:", "1,", "2"] in rows
     assert "stale     optimizer steps between sampling and training" in text

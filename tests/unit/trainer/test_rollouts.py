@@ -198,7 +198,7 @@ class SingleRankState:
 class RecordingLogger(list):
     """A metrics logger that records its calls."""
 
-    run_rollout = list.append
+    rollout = list.append
 
 
 class TableRewards:
