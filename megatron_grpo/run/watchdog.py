@@ -456,8 +456,8 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
     lines = [_describe_suspect(rank, hosts[rank], accounts[rank]) for rank in suspects[:NAMED]]
     if len(suspects) > NAMED:
         lines.append(f"So do {len(suspects) - NAMED} more ranks: {', '.join(map(str, suspects[NAMED : NAMED + 32]))}.")
-    others = [accounts[rank] for rank in accounts.keys() - set(suspects)]
-    other_states = Counter(f"{report.words}, in {report.waits}" if report.waits else report.words for report in others)
+    waiting_reports = [accounts[rank] for rank in accounts.keys() - set(suspects)]
+    other_states = Counter(f"{report.words}, in {report.waits}" if report.waits else report.words for report in waiting_reports)
     doing = "; ".join(f"{count} {words}" for words, count in other_states.most_common(NAMED))
     if not suspects:
         lines.append("all ranks wait for each other, and none of them is behind: they are in different collectives, or the network fails "

@@ -109,9 +109,9 @@ class AgentLoop(RequestLoop):
         self.stage = stage
         make_session = partial(AgentSession, stage.template, stage.limits, seed=seed, reader=stage.reader, history=stage.history)
         self.episodes = {
-            (prompt.number, place): AgentEpisode(prompt=prompt, place=place, session=make_session(key=(prompt.number, place)))
+            (prompt.number, index): AgentEpisode(prompt=prompt, place=index, session=make_session(key=(prompt.number, index)))
             for prompt in self.prompts
-            for place in range(self.n)
+            for index in range(self.n)
         }
         self._running = set(self.episodes)
         episodes = list(self.episodes.values())
