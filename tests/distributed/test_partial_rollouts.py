@@ -205,7 +205,7 @@ def test_partial_rollout_parts_have_different_seeds(model, is_right):
         from megatron_grpo.plugins.partial_rollouts import engine as partial_rollouts
 
         partial_rollouts.STEPS_BETWEEN_AGREEMENTS = 4
-        wrong = (PARTS, "if num_sampled == 0:", "if True:")
+        wrong = (PARTS, 'f"part {num_sampled}" if num_sampled else 0', "0")
         with nullcontext() if is_right else mistake(*wrong):
             engine = build(model, 0, 1)
             sampling = make_settings(temperature=2.0)

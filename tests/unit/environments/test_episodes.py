@@ -92,7 +92,7 @@ def test_episode_ended_by_length_is_truncated_and_by_max_turns_is_not():
     verdict = GroupMetadata.from_group(
         ScoredGroup(group=make_group(make_episode("max_turns"), make_episode("length")), rewards=((1.0,), (1.0,)))
     )
-    assert verdict.is_truncated == (False, True) and verdict.trains == (True, True)
+    assert verdict.is_truncated == (False, True) and verdict.is_trainable == (True, True)
 
 
 def make_group_metadata(*finish_reason: str) -> list[GroupMetadata]:
@@ -146,7 +146,7 @@ def test_completions_table_shows_turns_and_truncates_large_messages(tmp_path):
     scored = ScoredGroup(group=make_group(replace(huge, record=record)), rewards=((None,),))
     found = SimpleNamespace(
         number=0,
-        arrived=None,
+        partial=None,
         advantages=SimpleNamespace(rewards=np.array([[np.nan]]), rewards_per_func=np.array([[[np.nan]]]), advantages=np.array([[0.0]])),
     )
     columns = Completions(tmp_path, reward_names=["f"])._columns(0, scored, found)
