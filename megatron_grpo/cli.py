@@ -106,7 +106,7 @@ def _parsed_to_train(argv: list[str]) -> ParsedConfig:
         _print_config(check_parsed(parsed).config)
     if not launched.is_launched:
         parsed.problems.extend(_not_launched(argv, parsed.config, requested))
-    from megatron_grpo.run.limits import problems_with_limits
+    from megatron_grpo.run.jobs import problems_with_limits
 
     parsed.problems.extend(problems_with_limits(parsed.config))
     return parsed

@@ -8,11 +8,12 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from threading import Event, Thread
 
+import numpy as np
+
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import GenerationFuture, SamplingSettings, WeightSyncError
-from megatron_grpo.core.rollout.probes import make_sequence
 from megatron_grpo.core.rollout.turns import wait_together
 from megatron_grpo.core.types import Completion, Group, Prompt, TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
@@ -122,7 +123,7 @@ class ScriptedEngine:
         self.version, self.has_base = update.version, update.kind != "merged"
 
     def probes(self) -> list[TokenSequence]:
-        return [make_sequence((4, 5, 6, 7)), make_sequence((7, 6, 5, 4))]
+        return [TokenSequence(token_ids=np.array(ids), mask=np.arange(4) > 0) for ids in ((4, 5, 6, 7), (7, 6, 5, 4))]
 
     def scores(self, sequences: Sequence[TokenSequence]) -> Mapping[str, list[list[float]]]:
         rows = [tuple(sequence.token_ids.tolist()) for sequence in sequences]

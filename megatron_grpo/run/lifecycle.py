@@ -26,7 +26,7 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.export import export_model, merged_directory, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
-from megatron_grpo.run.limits import list_time_limits, requeue
+from megatron_grpo.run.jobs import list_time_limits, requeue
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.model_card import ModelCard
 from megatron_grpo.run.metrics.records import EVENTS, EventsWriter

@@ -11,7 +11,7 @@ from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import Problem, config_error, problem_with
 from megatron_grpo.core.parallel.layout import Layout
 from megatron_grpo.core.policy import sharded_state
-from megatron_grpo.core.policy.lr_schedule import OPTIMIZER_SETTINGS
+from megatron_grpo.core.policy.requirements import OPTIMIZER_SETTINGS
 from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, read_sharded

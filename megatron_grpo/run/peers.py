@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.run.limits import StopReason
+from megatron_grpo.run.jobs import StopReason
 
 # Messages of gloo, NCCL and the store when the other end has exited.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|socket timeout|\brecv\b", re.IGNORECASE)

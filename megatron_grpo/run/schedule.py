@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
+from megatron_grpo.core.policy.requirements import make_lr_schedule
 from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config.rules import in_typed_names

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import config_error
 from megatron_grpo.core.base.files import read_text
-from megatron_grpo.core.policy.flash import flash_obstacle
+from megatron_grpo.core.policy.requirements import flash_obstacle
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.policy import attention_channels, sharing_obstacle
 from megatron_grpo.run.config.settings import Config

@@ -24,8 +24,7 @@ from typing import Any
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import RunInterruptedError
 from megatron_grpo.run.failures import report, write_error_file
-from megatron_grpo.run.jobs import STOP_BY_CALLBACK
-from megatron_grpo.run.limits import StopReason, TimeLimit
+from megatron_grpo.run.jobs import STOP_BY_CALLBACK, StopReason, TimeLimit
 from megatron_grpo.run.peers import Peers
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, STOP_BY_CALLBACK)

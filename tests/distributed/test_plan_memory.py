@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.commands.planning.cost import checkpoint_bytes
 from megatron_grpo.commands.planning.memory import OffloadPlan
 from megatron_grpo.commands.planning.parameters import TrainableSpec, state_bytes, static_memory
-from megatron_grpo.core.policy.lr_schedule import BYTES
+from megatron_grpo.core.policy.requirements import BYTES
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.config.settings import Config

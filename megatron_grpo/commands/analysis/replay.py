@@ -22,8 +22,8 @@ from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, config_error,
 from megatron_grpo.core.grpo.zero_gradient import RowKind
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.gradient_check import non_finite_rows
-from megatron_grpo.core.policy.lr_schedule import OPTIMIZER_SETTINGS
 from megatron_grpo.core.policy.policy import Policy, ReducedGradient
+from megatron_grpo.core.policy.requirements import OPTIMIZER_SETTINGS
 from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, Sample

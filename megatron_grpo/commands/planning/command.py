@@ -178,11 +178,10 @@ def _estimates(checked: CheckedConfig, sharing: PrefixSharing) -> tuple[dict[str
     cfg, shape = checked.config, checked.shape
     if shape is None and not cfg.plan.lengths:
         return None, None, None
-    from megatron_grpo.commands.planning.budget import suggest_budget
     from megatron_grpo.commands.planning.cost import estimate_cost
     from megatron_grpo.commands.planning.memory import estimate_memory
     from megatron_grpo.commands.planning.parameters import TrainableSpec
-    from megatron_grpo.commands.planning.token_counts import StepTokens
+    from megatron_grpo.commands.planning.token_counts import StepTokens, suggest_budget
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None

@@ -24,7 +24,7 @@ from megatron_grpo.commands.planning.parameters import StaticMemory, TrainableSp
 from megatron_grpo.commands.planning.sampler import bucket_bytes, sampler_memory, sync_memory
 from megatron_grpo.commands.planning.token_counts import sequence_tokens
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.policy.lr_schedule import BLOCK
+from megatron_grpo.core.policy.requirements import BLOCK
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.check import CheckedConfig

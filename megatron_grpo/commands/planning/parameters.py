@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.policy.lr_schedule import BYTES as BYTES_OF_STATE
+from megatron_grpo.core.policy.requirements import BYTES as BYTES_OF_STATE
 from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.core.weights.lora import LoraSettings, LoraSync, adapter_entries, is_linear, make_lora_settings
 from megatron_grpo.core.weights.names import ShardSplit, WeightEntry, layer_entries, outer_entries, tower_entries

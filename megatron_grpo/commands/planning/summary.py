@@ -123,6 +123,15 @@ def most_waiting_rows(sizes: BatchSizes) -> int:
     return waiting * sizes.completions_per_micro_step
 
 
+def wanted_micro_batches(sizes: BatchSizes) -> int:
+    """Return the micro-batches per rank that limit pipeline idle time to a fifth of a step: 4 (pp - 1) / vpp.
+
+    The number is a multiple of pp for interleaved stages.
+    """
+    multiple = sizes.layout.pp if sizes.layout.vpp else 1
+    return max(1, -(-4 * (sizes.layout.pp - 1) // (sizes.layout.num_chunks * multiple))) * multiple
+
+
 def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> float:
     """Return the fraction of an optimizer step that a pipeline stage is idle: (pp - 1) / (vpp * m + pp - 1).
 

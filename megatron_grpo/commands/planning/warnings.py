@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo import name_adam
-from megatron_grpo.commands.planning.budget import wanted_micro_batches
-from megatron_grpo.commands.planning.summary import bubble_fraction, staleness
+from megatron_grpo.commands.planning.summary import bubble_fraction, staleness, wanted_micro_batches
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
+from megatron_grpo.core.policy.requirements import make_lr_schedule
 from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.core.weights.lora import LoraSync, make_lora_settings
 from megatron_grpo.run.adapters import peft_leaves_out

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from megatron_grpo.core.policy.lr_schedule import BLOCK
+from megatron_grpo.core.policy.requirements import BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 # For dtypes with a scale: the bound for the largest scaled number of a block, and the smallest positive number of the dtype.

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.core.policy.flash import flash_obstacle
 from megatron_grpo.core.policy.packed_batch import AttentionBlock, PackedBatch, Places, packed_stream
+from megatron_grpo.core.policy.requirements import flash_obstacle
 from megatron_grpo.core.types import Segment
 
 

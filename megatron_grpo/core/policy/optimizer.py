@@ -23,8 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy.adamw import AdamW
 from megatron_grpo.core.policy.hf_export import MegatronToHF
-from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
 from megatron_grpo.core.policy.model import let_gradients_in
+from megatron_grpo.core.policy.requirements import make_lr_schedule
 from megatron_grpo.core.policy.sharded_state import chain, is_distributed, rounding, share_rounded
 from megatron_grpo.core.settings import OptimizerConfig, TunerConfig
 from megatron_grpo.core.weights.trainable_parameters import parameter_trains, trains

@@ -18,13 +18,13 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.attention import gpu_kernel
 from megatron_grpo.core.policy.gradient_check import GradNormSpikeCheck
 from megatron_grpo.core.policy.hf_export import MegatronToHF
-from megatron_grpo.core.policy.lr_schedule import rank_multiple
 from megatron_grpo.core.policy.memory_offload import Role
 from megatron_grpo.core.policy.model import PolicyModel, build_chunks, keep_outputs
 from megatron_grpo.core.policy.model_config import padded_vocab_size
 from megatron_grpo.core.policy.optimizer import TrainableModel, select_trainable
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
+from megatron_grpo.core.policy.requirements import rank_multiple
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.hf_files import HfReader, check_tied_head

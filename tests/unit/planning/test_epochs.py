@@ -13,7 +13,7 @@ from megatron_grpo.commands.planning.figure import draw
 from megatron_grpo.commands.planning.report import print_report
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
+from megatron_grpo.core.policy.requirements import make_lr_schedule
 from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 

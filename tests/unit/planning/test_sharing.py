@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megatron_grpo.commands.planning.budget import wanted_micro_batches
 from megatron_grpo.commands.planning.command import Plan, make_plan
 from megatron_grpo.commands.planning.report import print_report
+from megatron_grpo.commands.planning.summary import wanted_micro_batches
 from megatron_grpo.core.batching import pack, prefix_groups, split
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.schedule import schedule_run

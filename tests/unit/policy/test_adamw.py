@@ -10,7 +10,7 @@ import torch
 from megatron_grpo.commands.planning.warnings import lost_update_warnings
 from megatron_grpo.core.policy import adamw
 from megatron_grpo.core.policy.adamw import DTYPES, AdamW
-from megatron_grpo.core.policy.lr_schedule import BYTES
+from megatron_grpo.core.policy.requirements import BYTES
 from megatron_grpo.core.settings import OptimizerConfig
 
 GROUP = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.parallel.layout import Layout, sequence_alignment
-from megatron_grpo.core.policy.flash import flash_obstacle
-from megatron_grpo.core.policy.lr_schedule import rank_multiple
+from megatron_grpo.core.policy.requirements import flash_obstacle, rank_multiple
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, problems, sampler_problems, sharing_problems

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_grpo.run.config.parse import resolve
-from megatron_grpo.run.limits import list_time_limits, problems_with_limits, requeue
+from megatron_grpo.run.jobs import list_time_limits, problems_with_limits, requeue
 from megatron_grpo.run.peers import read_process_age
 
 

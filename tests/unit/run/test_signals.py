@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.run import signals
-from megatron_grpo.run.jobs import STOP_BY_CALLBACK
-from megatron_grpo.run.limits import StopReason, TimeLimit
+from megatron_grpo.run.jobs import STOP_BY_CALLBACK, StopReason, TimeLimit
 from megatron_grpo.run.signals import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
-from megatron_grpo.core.policy.lr_schedule import FP8_NEEDS
+from megatron_grpo.core.policy.requirements import FP8_NEEDS
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.lora import linear_modules, make_lora_settings
 from megatron_grpo.core.weights.shape import ModelShape

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.base.files import plot_obstacle
-from megatron_grpo.core.policy.lr_schedule import DTYPES
+from megatron_grpo.core.policy.requirements import DTYPES
 from megatron_grpo.run.config.engine_kwargs import PASSED_ON
 from megatron_grpo.run.config.evaluation import BEST, EVALUATION, longest_completion, longest_context
 from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, changed, in_typed_names, make_namespace, typed_fields

@@ -1,4 +1,4 @@
-"""Learning-rate and weight-decay schedule, dtypes of gradients and optimizer state, and FP8 requirements. No torch."""
+"""What kernels and the optimizer require (flash attention, FP8, dtypes), and the schedule of the learning rate. No torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ OPTIMIZER_SETTINGS = ("use_precision_aware_optimizer", *DTYPES)  # unused by com
 # Transformer Engine 2.9 and 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, MXFP8's block of 32,
 # `Float8BlockQuantizer.is_quantizable`.
 FP8_NEEDS = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 128), "mxfp8": ((10, 0), 32)}
+MOST_FLASH_CHANNELS = 256  # of a head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +52,18 @@ def rank_multiple(cfg: StepConfig) -> int:
     """Return the multiple to which the tokens of a micro-batch on one rank are padded."""
     rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
     return math.lcm(cfg.batch.pad_to_multiple_of, rows)
+
+
+def flash_obstacle(dtype: str, channels: int) -> str | None:
+    """Return why flash attention on GPUs does not support these heads, as a phrase; None if it does.
+
+    `policy.attention` checks the GPU itself.
+
+    Args:
+        dtype: Name of the dtype, such as "bfloat16".
+    """
+    if dtype not in ("bfloat16", "float16"):
+        return f"flash attention supports bfloat16 and float16, not {dtype}"
+    if channels > MOST_FLASH_CHANNELS or channels % 8:
+        return f"flash attention supports head dimensions up to {MOST_FLASH_CHANNELS} that are multiples of 8, not {channels}"
+    return None
